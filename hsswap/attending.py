@@ -1,0 +1,178 @@
+"""One attend, from checked arguments to enqueued launches, in each mode.
+
+The functions here run under the sequence's guard against overlapping calls. State is touched under
+the swap's lock, which is never held across an await.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Event, Stream
+from hsswap.driver.operations import AttentionState, FinalizeWork
+from hsswap.driver.tensor import Tensor
+from hsswap.exact import ExactPass, LayerCache
+from hsswap.pools import state_bytes, state_in
+from hsswap.prefetch import Blocks
+from hsswap.tiers import I64
+from hsswap.topk import TopKLayer
+
+if TYPE_CHECKING:
+    from hsswap.swap import HighSpeedSwap
+
+
+@dataclass(frozen=True, slots=True)
+class AttendResult:
+    """Attention that has been enqueued.
+
+    ``out`` is the array given, or the one made: ``[rows, q_heads, value_dim]``, BF16; its bytes are
+    there once :meth:`done` or :meth:`synchronize` returned. ``left_out_mass`` ``[kv_heads]``: the
+    share of predicted attention mass that top-k left out (0 in exact mode). ``chosen``
+    ``[kv_heads, n]``: the full blocks attended in top-k mode, None for all.
+    """
+
+    out: object
+    event: Event
+    left_out_mass: NDArray[np.float32]
+    chosen: NDArray[np.int32] | None = None
+
+    async def done(self) -> None:
+        """Wait, without blocking the loop, until the output is written. Raises DeviceError."""
+        await self.event.wait()
+
+    def synchronize(self) -> None:
+        """Block the calling thread (not the loop's) until the output is written."""
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Checked arguments of an attend: ``queries`` ``[rows, Q, dk]``, ``out`` ``[rows, Q, dv]``."""
+
+    cache: LayerCache
+    indices: I64
+    queries: Tensor
+    out: Tensor
+    out_object: object
+    stream: Stream
+
+
+async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
+    """Attend every block; each tile is launched as soon as its blocks are in memory."""
+    launched: deque[Event] = deque()
+    with _exact_pass(swap, query) as (work, state):
+        while True:
+            with swap.lock:
+                while not work.finished and len(launched) < swap.max_tiles_ahead:
+                    ready = work.lease_next()
+                    if ready is None:
+                        break
+                    swap.counters.host_hits += len(ready.slots)
+                    work.enqueue(ready)
+                    launched.append(query.stream.record())
+                if work.finished:
+                    return _finish(swap, query, work, state)
+                blocks = work.needs()
+            if len(launched) >= swap.max_tiles_ahead:
+                await launched.popleft().wait()
+                continue
+            loaded = await swap.prefetcher.load(blocks)
+            with swap.lock:
+                swap.counters.misses += loaded.missed
+                swap.counters.host_hits += len(loaded.slots) - loaded.missed
+                work.enqueue(loaded)
+                launched.append(query.stream.record())
+
+
+def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
+    """Attend every block if the host tier has all that is missing; under the swap's lock."""
+    with _exact_pass(swap, query) as (work, state):
+        if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
+            return None
+        while not work.finished:
+            ready = work.lease_next()
+            assert ready is not None  # all_in_host_tier, under the same lock
+            swap.counters.host_hits += len(ready.slots)
+            work.enqueue(ready)
+        return _finish(swap, query, work, state)
+
+
+async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> AttendResult:
+    """Attend what the predictor chooses; blocks that are only on disk are waited for."""
+    cache, device, stream = query.cache, swap.device, query.stream
+    predictor = swap.predictor_of(cache.layer)
+    try:
+        with swap.lock:
+            choice = layer.enqueue_choice(
+                device, stream, predictor, query.queries.row(0), query.indices
+            )
+            chosen_event = stream.record()
+        await chosen_event.wait()
+        wanted = choice.blocks_to_load()
+        missed = 0
+        step = swap.config.tile_blocks
+        for start in range(0, len(wanted), step):
+            part = wanted[start : start + step]
+            blocks = Blocks(cache.pool, cache.layer, query.indices[part])
+            loaded = await swap.prefetcher.load(blocks)
+            missed += loaded.missed
+            with swap.lock:
+                layer.enqueue_gather(device, stream, choice, part, loaded.slots)
+                swap.release_after(stream.record(), cache.pool, loaded.slots, scan=False)
+    except BaseException:
+        layer.reset()
+        raise
+    chosen = choice.chosen.array().copy()
+    left_out = choice.left_out.array().copy()
+    group = cache.pool.group
+    with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
+        layer.enqueue_attend(
+            device,
+            stream,
+            choice,
+            query.queries.as_batch(),
+            state_in(buffer, group, 1),
+            query.out.as_batch(),
+        )
+        counters = swap.counters
+        counters.attends += 1
+        counters.misses += missed
+        counters.host_hits += len(wanted) - missed
+        counters.device_hits += len(np.unique(chosen)) - len(wanted)
+        return AttendResult(query.out_object, stream.record(), left_out, chosen)
+
+
+@contextmanager
+def _exact_pass(swap: HighSpeedSwap, query: Query) -> Iterator[tuple[ExactPass, AttentionState]]:
+    group = query.cache.pool.group
+    rows = query.queries.shape[0]
+    with swap.scratch(state_bytes(group, rows), query.stream) as buffer:
+        state = state_in(buffer, group, rows)
+        work = ExactPass(
+            swap.device,
+            query.stream,
+            query.cache,
+            query.indices,
+            query.queries.as_batch(),
+            state,
+            swap.config.tile_tokens,
+            swap.release_after,
+        )
+        yield work, state
+
+
+def _finish(
+    swap: HighSpeedSwap, query: Query, work: ExactPass, state: AttentionState
+) -> AttendResult:
+    swap.device.finalize(query.stream, FinalizeWork(state, query.out.as_batch()))
+    swap.counters.attends += 1
+    swap.counters.device_hits += work.device_hits
+    nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)
+    return AttendResult(query.out_object, query.stream.record(), nothing)

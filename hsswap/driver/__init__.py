@@ -1,0 +1,30 @@
+"""Devices: memory, streams, events and the operations on blocks (:mod:`hsswap.driver.base`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+from hsswap.driver.base import Device
+from hsswap.driver.host import HostDevice
+from hsswap.errors import DeviceError
+
+
+def open_device(name: str) -> Device:
+    """Open ``"host"`` or ``"cuda:N"``; the caller closes it.
+
+    Raises DeviceError for an unknown name, and for a device that this machine or this version
+    lacks, with the remedy.
+    """
+    if name == "host":
+        return HostDevice()
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number.isascii() and number.isdigit()):
+        raise DeviceError(f'device {name!r} is unknown; known: "host", "cuda:N" (N from 0)')
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceError(
+            f"{name} needs libcuda.so.1, which cannot be loaded: install the NVIDIA driver, 580 or "
+            'newer, or use device="host"'
+        ) from error
+    raise DeviceError(f'{name}: hsswap 0.1.0 has no CUDA device yet; use device="host"')

@@ -1,0 +1,203 @@
+"""The Device contract: memory, streams, events, and one method an operation.
+
+Two devices keep it: ``host`` (NumPy, :mod:`hsswap.driver.host`) and ``cuda:N``. What runs on one
+runs on the other; the same tests run on both.
+
+Rules for every device:
+
+* An operation is *enqueued* on a stream and returns at once; operations of one stream run in the
+  order they were enqueued. Arguments are checked before anything is enqueued
+  (:class:`~hsswap.errors.ArgumentError`).
+* What an operation reads or writes must stay allocated until an event recorded behind it is done.
+  Records hold their tensors' owners, and the stream holds the records, so that NumPy arrays handed
+  in survive by themselves; closing a :class:`Buffer` early is the caller's error.
+* An operation that fails marks its stream: events recorded behind it raise
+  :class:`~hsswap.errors.DeviceError` with the first failure as cause.
+* Nothing here may be called with the event loop waiting for it, except what is said to return at
+  once; :meth:`Event.synchronize` and :meth:`Stream.synchronize` block the calling thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from hsswap.driver.operations import (
+    AppendWork,
+    AttendWork,
+    ChecksumWork,
+    EncodeWork,
+    FinalizeWork,
+    GatherWork,
+    ScatterWork,
+    ScoreWork,
+    SelectWork,
+)
+
+
+class Closeable(ABC):
+    """Something with an owner: closing twice is fine, leaving the ``with`` block closes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Buffer(Closeable):
+    """A span of memory: the protocol by which device and I/O meet (address, nbytes, on_device).
+
+    ``address`` is an integer pointer. Host buffers are page-aligned, readable and writable by the
+    CPU and, on cuda, mapped for the device under the same address. Zeroed when made.
+    """
+
+    address: int
+    nbytes: int
+    on_device: bool
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+
+
+class Event(ABC):
+    """A point in a stream's work."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether all work before the point has run. Never waits.
+
+        Raises DeviceError when that work failed.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until the work has run; raises DeviceError when it failed."""
+
+    @abstractmethod
+    async def wait(self) -> None:
+        """Wait on the running event loop, without blocking it; raises DeviceError on failure.
+
+        Cancelling the wait leaves the work alone.
+        """
+
+    @abstractmethod
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once the work has run or failed, at once if it already has.
+
+        It runs on a thread of the device (or the caller's, if done already): it must be short, must
+        not raise, and must not wait. This is the bridge to loops: hand over with
+        ``loop.call_soon_threadsafe``.
+        """
+
+
+class Stream(Closeable):
+    """A queue of work in order. ``handle`` is the raw stream handle, an int."""
+
+    handle: int
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event behind everything enqueued so far. Returns at once."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Let later work of this stream run only after ``event``. Returns at once.
+
+        A failure of the work before ``event`` passes to this stream.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until all work has run; raises DeviceError when some failed."""
+
+
+class Device(Closeable):
+    """Memory, streams and operations of one device. Closing waits for its streams.
+
+    ``name`` is ``"host"`` or ``"cuda:N"``. ``live_count`` counts open buffers and streams, for
+    leak checks.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def live_count(self) -> int:
+        """Buffers and streams made here and not closed."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Buffer:
+        """Device memory, zeroed, aligned to 4096 bytes. Raises DeviceError when there is none."""
+
+    @abstractmethod
+    def allocate_host(self, nbytes: int) -> Buffer:
+        """Host memory for I/O, zeroed, page-aligned, mapped for the device.
+
+        Raises DeviceError when there is none.
+        """
+
+    @abstractmethod
+    def stream(self, handle: object | None = None) -> Stream:
+        """A new stream, or with ``handle`` the caller's own, which closing does not destroy.
+
+        ``handle``: an int, an object with ``__cuda_stream__``, or a :class:`Stream` of this device.
+        Raises ArgumentError for anything else or a stream of another device.
+        """
+
+    @abstractmethod
+    def span_tokens(self, length: int) -> int:
+        """Tokens of a span for a row that sees ``length`` tokens; a multiple of 256.
+
+        Depends on ``length`` rounded up to 1,024 alone, so that results do not depend on tiles,
+        batch or arrival (promise 1).
+        """
+
+    @abstractmethod
+    def append(self, stream: Stream, work: AppendWork) -> None:
+        """Copy an engine's rows of K and V into units, in device slots and host slots."""
+
+    @abstractmethod
+    def gather(self, stream: Stream, work: GatherWork) -> None:
+        """Copy units out of host slots into device slots, any number in one call."""
+
+    @abstractmethod
+    def scatter(self, stream: Stream, work: ScatterWork) -> None:
+        """Copy units of device slots into host slots, the dual of :meth:`gather`."""
+
+    @abstractmethod
+    def attend(self, stream: Stream, work: AttendWork) -> None:
+        """Attention of query rows over one tile of units; carries (m, l, o)."""
+
+    @abstractmethod
+    def finalize(self, stream: Stream, work: FinalizeWork) -> None:
+        """Turn carried state into BF16 output, and logsumexp and block masses where asked."""
+
+    @abstractmethod
+    def encode(self, stream: Stream, work: EncodeWork) -> None:
+        """Compress the keys of blocks into the predictor's codes."""
+
+    @abstractmethod
+    def score(self, stream: Stream, work: ScoreWork) -> None:
+        """Rank a sequence's blocks for a query, per KV head, from codes."""
+
+    @abstractmethod
+    def select(self, stream: Stream, work: SelectWork) -> None:
+        """Choose the top-k units of each KV head and the cache slots that hold them."""
+
+    @abstractmethod
+    def checksum(self, stream: Stream, work: ChecksumWork) -> None:
+        """CRC-32 of blocks in host slots or device memory."""

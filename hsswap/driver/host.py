@@ -1,0 +1,180 @@
+"""The host device: every operation in NumPy, on worker threads, with memory of the host.
+
+Used where there is no GPU, as the default of the quick start, and as an oracle in tests.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from hsswap.config import SPAN_TOKENS
+from hsswap.driver import checks, host_attention, host_ops, host_select
+from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.host_memory import HostBuffer, Scratch
+from hsswap.driver.host_stream import HostStream
+from hsswap.driver.operations import (
+    AppendWork,
+    AttendWork,
+    ChecksumWork,
+    EncodeWork,
+    FinalizeWork,
+    GatherWork,
+    ScatterWork,
+    ScoreWork,
+    SelectWork,
+)
+from hsswap.errors import ArgumentError, ClosedError
+
+W = TypeVar("W")
+
+
+class HostDevice(Device):
+    """A :class:`Device` whose device memory is host memory.
+
+    Index arrays of a record are copied when it is enqueued; tensors are read when it runs.
+    Closing waits for the streams, then unmaps every buffer. Every method may be called from any
+    thread.
+    """
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        # Weak: what nobody holds any more warns by itself and is gone.
+        self._streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
+        self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+
+    @property
+    def live_count(self) -> int:
+        """Buffers and streams made here and not closed. Streams made from a handle do not count."""
+        with self._lock:
+            return len(self._streams) + len(self._buffers)
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Zeroed, page-aligned memory. Raises DeviceError when there is none."""
+        with self._lock:
+            self._check_open()
+            buffer = HostBuffer(nbytes, self._forget_buffer)
+            self._buffers[id(buffer)] = buffer
+        return buffer
+
+    def allocate_host(self, nbytes: int) -> Buffer:
+        """The same as :meth:`allocate`."""
+        return self.allocate(nbytes)
+
+    def stream(self, handle: object | None = None) -> Stream:
+        """A new stream with its thread, or another holder of the one that ``handle`` names."""
+        with self._lock:
+            self._check_open()
+            if handle is None:
+                stream = HostStream(self._forget_stream)
+                self._streams[stream.handle] = stream
+                return stream
+            number = _handle_number(handle)
+            owner = self._streams.get(number)
+            if owner is None:
+                raise ArgumentError(
+                    f"stream handle {number} names no open stream of this device; hand in one that "
+                    "stream() gave, or None for a new one"
+                )
+            return HostStream(self._forget_stream, owner)
+
+    def span_tokens(self, length: int) -> int:
+        """256 for every length."""
+        return SPAN_TOKENS
+
+    def append(self, stream: Stream, work: AppendWork) -> None:
+        """See :class:`AppendWork`."""
+        self._enqueue(stream, "append", checks.append, host_ops.append, work)
+
+    def gather(self, stream: Stream, work: GatherWork) -> None:
+        """See :class:`GatherWork`."""
+        self._enqueue(stream, "gather", checks.move, host_ops.gather, work)
+
+    def scatter(self, stream: Stream, work: ScatterWork) -> None:
+        """See :class:`ScatterWork`."""
+        self._enqueue(stream, "scatter", checks.move, host_ops.scatter, work)
+
+    def attend(self, stream: Stream, work: AttendWork) -> None:
+        """See :class:`AttendWork`."""
+        self._enqueue(stream, "attend", checks.attend, host_attention.attend, work)
+
+    def finalize(self, stream: Stream, work: FinalizeWork) -> None:
+        """See :class:`FinalizeWork`."""
+        self._enqueue(stream, "finalize", checks.finalize, host_attention.finalize, work)
+
+    def encode(self, stream: Stream, work: EncodeWork) -> None:
+        """See :class:`EncodeWork`."""
+        self._enqueue(stream, "encode", checks.encode, host_ops.encode, work)
+
+    def score(self, stream: Stream, work: ScoreWork) -> None:
+        """See :class:`ScoreWork`."""
+        self._enqueue(stream, "score", checks.score, host_ops.score, work)
+
+    def select(self, stream: Stream, work: SelectWork) -> None:
+        """See :class:`SelectWork`."""
+        self._enqueue(stream, "select", checks.select, host_select.select, work)
+
+    def checksum(self, stream: Stream, work: ChecksumWork) -> None:
+        """See :class:`ChecksumWork`."""
+        self._enqueue(stream, "checksum", checks.checksum, host_ops.checksum, work)
+
+    def close(self) -> None:
+        """Wait for the streams, then unmap every buffer. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            streams, buffers = list(self._streams.values()), list(self._buffers.values())
+        for stream in streams:
+            stream.close()
+        for buffer in buffers:
+            buffer.close()
+
+    def _enqueue(
+        self,
+        stream: Stream,
+        name: str,
+        check: Callable[[W], W],
+        function: Callable[[W, Scratch], None],
+        work: W,
+    ) -> None:
+        self._check_open()
+        if not isinstance(stream, HostStream):
+            raise ArgumentError(f"{name}: {stream!r} is no stream of the host device")
+        # A look-up in a dictionary is atomic; the lock is not needed for it.
+        if stream.handle not in self._streams:
+            if stream.closed:
+                raise ClosedError(f"{name}: the stream is closed; make a new one")
+            raise ArgumentError(f"{name}: the stream is of another device")
+        stream.enqueue(name, function, check(work))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the host device is closed")
+
+    def _forget_stream(self, stream: HostStream) -> None:
+        with self._lock:
+            self._streams.pop(stream.handle, None)
+
+    def _forget_buffer(self, buffer: HostBuffer) -> None:
+        with self._lock:
+            self._buffers.pop(id(buffer), None)
+
+
+def _handle_number(handle: object) -> int:
+    if isinstance(handle, HostStream):
+        return handle.handle
+    if isinstance(handle, int) and not isinstance(handle, bool):
+        return handle
+    protocol = getattr(handle, "__cuda_stream__", None)
+    if protocol is not None:
+        # CUDA stream protocol: (version, raw handle); a method, once a property (cuda.core docs).
+        _version, number = protocol() if callable(protocol) else protocol
+        return int(number)
+    raise ArgumentError(
+        f"a stream handle is a {type(handle).__name__}; an int, a Stream of this device or an "
+        "object with __cuda_stream__ is needed"
+    )

@@ -1,0 +1,135 @@
+"""Host operations that move and compress: append, gather, scatter, encode, score, checksum."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap import bf16
+from hsswap.checksum import crc32_of_blocks
+from hsswap.driver.host_memory import Scratch
+from hsswap.driver.operations import (
+    AppendWork,
+    BlockPool,
+    ChecksumWork,
+    EncodeWork,
+    GatherWork,
+    ScatterWork,
+    ScoreWork,
+    UnitPool,
+)
+
+# Bytes copied at a time. NumPy copies scattered units through an array between source and
+# destination, which should stay in the second-level cache (1 to 2 MiB a core).
+MOVE_BYTES = 1 << 20
+
+# Tokens in one product of score and encode. Fixed, the last one padded: the rounding of BLAS
+# depends on the shape, and scores should not depend on how many blocks are ranked at once.
+CODE_TOKENS = 4096
+
+
+def _unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """K ``[slots, T, dk]`` and V ``[slots, T, dv]`` of a pool of units."""
+    memory = pool.memory.array().view(np.uint16)
+    keys = pool.block_size * pool.group.head_dim
+    values = pool.block_size * pool.group.value_dim
+    return (
+        memory[:, :keys].reshape(-1, pool.block_size, pool.group.head_dim),
+        memory[:, keys : keys + values].reshape(-1, pool.block_size, pool.group.value_dim),
+    )
+
+
+def _heads_view(pool: BlockPool) -> NDArray[np.uint8]:
+    """The units of a pool of blocks, ``[slots, H, unit_bytes]``."""
+    heads = pool.group.kv_heads
+    return pool.memory.array()[:, : heads * pool.unit_bytes].reshape(-1, heads, pool.unit_bytes)
+
+
+def _block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """K ``[slots, H, T, dk]`` and V ``[slots, H, T, dv]`` of a pool of blocks."""
+    memory = _heads_view(pool).view(np.uint16)
+    shape = (*memory.shape[:2], pool.block_size)
+    keys = pool.block_size * pool.group.head_dim
+    values = pool.block_size * pool.group.value_dim
+    return (
+        memory[..., :keys].reshape(*shape, pool.group.head_dim),
+        memory[..., keys : keys + values].reshape(*shape, pool.group.value_dim),
+    )
+
+
+def append(work: AppendWork, scratch: Scratch) -> None:
+    """Copy rows of K and V into units of device slots and of host slots."""
+    sources = (work.keys.array(), work.values.array())
+    token = work.first_offset + np.arange(work.keys.shape[0])
+    block, place = np.divmod(token, work.units.block_size)
+    slots = work.device_slots[block]  # [rows, H]
+    row, head = np.nonzero(slots >= 0)
+    if len(row):
+        slot = slots[row, head]
+        for units, source in zip(_unit_views(work.units), sources, strict=True):
+            units[slot, place[row]] = source[row, head]
+    row = np.flatnonzero(work.host_slots[block] >= 0)
+    if len(row):
+        slot = work.host_slots[block[row]]
+        for blocks, source in zip(_block_views(work.blocks), sources, strict=True):
+            # [slots, H, T, d] at (slot, all heads, token) is [n, H, d]
+            blocks[slot, :, place[row]] = source[row]
+
+
+def gather(work: GatherWork, scratch: Scratch) -> None:
+    """Copy units out of host slots into device slots."""
+    source, target = _heads_view(work.blocks), work.units.memory.array()
+    step = max(1, MOVE_BYTES // work.units.unit_bytes)
+    for first in range(0, len(work.heads), step):
+        part = slice(first, first + step)
+        target[work.device_slots[part]] = source[work.host_slots[part], work.heads[part]]
+
+
+def scatter(work: ScatterWork, scratch: Scratch) -> None:
+    """Copy units of device slots into host slots."""
+    source, target = work.units.memory.array(), _heads_view(work.blocks)
+    step = max(1, MOVE_BYTES // work.units.unit_bytes)
+    for first in range(0, len(work.heads), step):
+        part = slice(first, first + step)
+        target[work.host_slots[part], work.heads[part]] = source[work.device_slots[part]]
+
+
+def encode(work: EncodeWork, scratch: Scratch) -> None:
+    """Keys of blocks times the matrix, accumulated in float32, rounded to BF16."""
+    keys, _ = _block_views(work.blocks)
+    matrix = bf16.to_float32(work.into.matrix.array())
+    codes = work.into.codes.array()
+    step = max(1, CODE_TOKENS // (work.blocks.block_size * work.blocks.group.kv_heads))
+    for first in range(0, len(work.host_slots), step):
+        part = slice(first, first + step)
+        # [n, H, T, dk] @ [dk, rank]: one product of one shape for each block and head
+        product = bf16.to_float32(keys[work.host_slots[part]]) @ matrix
+        codes[work.code_index[part]] = bf16.from_float32(product)
+
+
+def score(work: ScoreWork, scratch: Scratch) -> None:
+    """The best projected logit of each block and KV head."""
+    group = work.codes.group
+    codes, scores = work.codes.codes.array(), work.scores.array()
+    _, heads, tokens, rank = codes.shape
+    queries = bf16.to_float32(work.queries.array()) @ bf16.to_float32(work.codes.matrix.array())
+    queries = (queries * np.float32(group.logit_scale)).reshape(heads, group.group_size, rank)
+    step = max(1, CODE_TOKENS // tokens)
+    taken = scratch.array("codes", (heads, step, tokens, rank), np.float32)
+    head = np.arange(heads)[:, None]
+    for first in range(0, len(work.code_index), step):
+        index = work.code_index[first : first + step]
+        taken[:, : len(index)] = bf16.to_float32(codes[index, head])
+        taken[:, len(index) :] = 0
+        # [H, G, rank] @ [H, rank, step * T]
+        logits = queries @ taken.reshape(heads, step * tokens, rank).swapaxes(1, 2)
+        best = logits.reshape(heads, -1, step, tokens).max((1, 3))
+        scores[:, first : first + step] = best[:, : len(index)]
+
+
+def checksum(work: ChecksumWork, scratch: Scratch) -> None:
+    """CRC-32 of whole blocks."""
+    blocks = work.blocks.memory.array()
+    work.out.array()[...] = crc32_of_blocks(
+        map(blocks.__getitem__, work.block_slots.tolist()), work.seeds.tolist()
+    )

@@ -1,0 +1,126 @@
+"""Select on the host: top-k of each KV head, and the cache slots that will hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.host_memory import Scratch
+from hsswap.driver.operations import SelectWork
+
+Bool = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Views of a UnitCache, ``[H, C]``, and where each block is, ``[H, blocks]``, -1: nowhere."""
+
+    owner: NDArray[np.int32]
+    mass: NDArray[np.float32]
+    used: NDArray[np.int32]
+    place_of: Ints
+
+
+def select(work: SelectWork, scratch: Scratch) -> None:
+    """Choose blocks, give each a slot, and say which slots must be filled."""
+    scores = np.array(work.scores.array())
+    scores[np.isnan(scores)] = -np.inf  # a block that cannot be ranked comes last
+    cache = _open_cache(work, scores.shape[1])
+    _account(work, cache)
+    is_chosen = _choose(scores, work.pinned, work.k)
+    heads = scores.shape[0]
+    # Rows of equal counts: [H, N], ascending within a head.
+    chosen = np.nonzero(is_chosen)[1].reshape(heads, -1)
+    head = np.arange(heads)[:, None]
+    place = cache.place_of[head, chosen]
+    missing = place < 0
+    _make_room(cache, is_chosen, chosen, place, missing)
+    cache.used[head, place] = work.step
+    work.chosen.array()[...] = chosen
+    work.chosen_slots.array()[...] = work.cache.slots.array()[head, place]
+    work.missing.array()[...] = missing
+    work.left_out.array()[...] = _left_out(scores, is_chosen)
+
+
+def _open_cache(work: SelectWork, blocks: int) -> _Cache:
+    owner = work.cache.owner.array()
+    # A sequence that was cut back may leave owners past its last block; they are mere victims.
+    width = max(blocks, int(owner.max(initial=-1)) + 1)
+    place_of = np.full((len(owner), width), -1, np.int64)
+    head, place = np.nonzero(owner >= 0)
+    place_of[head, owner[head, place]] = place
+    return _Cache(owner, work.cache.mass.array(), work.cache.used.array(), place_of)
+
+
+def _account(work: SelectWork, cache: _Cache) -> None:
+    """Decay the masses and add what attention measured."""
+    cache.mass[...] *= np.float32(work.decay)
+    if work.last_chosen is None or work.last_mass is None:
+        return
+    last, gained = work.last_chosen.array(), work.last_mass.array()
+    known = (last >= 0) & (last < cache.place_of.shape[1])
+    head, entry = np.nonzero(known)
+    place = cache.place_of[head, last[head, entry]]
+    held = place >= 0
+    cache.mass[head[held], place[held]] += gained[head[held], entry[held]]
+
+
+def _choose(scores: NDArray[np.float32], pinned: NDArray[np.int32], k: int) -> Bool:
+    """``[H, B]``: the pinned blocks and the k best others, equal scores to the lower block."""
+    is_chosen = np.zeros(scores.shape, np.bool_)
+    is_pinned = np.zeros(scores.shape[1], np.bool_)
+    is_pinned[pinned] = True
+    is_chosen[:, is_pinned] = True
+    others = np.flatnonzero(~is_pinned)
+    if k >= len(others):
+        is_chosen[...] = True
+    elif k > 0:
+        rest = scores[:, others]
+        cut = len(others) - k
+        kth = np.partition(rest, cut, axis=1)[:, cut, None]
+        above, level = rest > kth, rest == kth
+        room = k - np.count_nonzero(above, axis=1)[:, None]
+        is_chosen[:, others] = above | (level & (np.cumsum(level, axis=1) <= room))
+    return is_chosen
+
+
+def _make_room(cache: _Cache, is_chosen: Bool, chosen: Ints, place: Ints, missing: Bool) -> None:
+    """Give the missing blocks places: free ones, then those of victims; fills ``place`` in."""
+    head, entry = np.nonzero(missing)
+    if not len(head):
+        return
+    owner = cache.owner
+    is_free = owner < 0
+    kept = np.zeros(owner.shape, np.bool_)
+    row, column = np.nonzero(~missing)
+    kept[row, place[row, column]] = True
+    # The sort is stable, so that equal keys leave the lowest place first.
+    order = np.lexsort(
+        (
+            np.where(is_free, 0, cache.used),
+            np.where(is_free, np.float32(0), cache.mass),
+            np.where(is_free, 0, np.where(kept, 2, 1)),
+        )
+    )
+    nth = np.cumsum(missing, axis=1)[head, entry] - 1
+    taken = order[head, nth]
+    place[head, entry] = taken
+    owner[head, taken] = chosen[head, entry]
+    cache.mass[head, taken] = 0
+
+
+def _left_out(scores: NDArray[np.float32], is_chosen: Bool) -> NDArray[np.float64]:
+    """``[H]``: softmax of the scores over the blocks that were not chosen.
+
+    With all scores -inf every block counts the same; infinite scores share everything.
+    """
+    if not scores.size:
+        return np.zeros(len(scores))
+    best = scores.max(1, keepdims=True)
+    shifted = scores.astype(np.float64) - np.where(np.isfinite(best), best, 0)
+    weight = np.where(np.isfinite(best), np.exp(shifted), scores == best)
+    share: NDArray[np.float64] = np.where(is_chosen, 0, weight).sum(1) / weight.sum(1)
+    return share

@@ -1,0 +1,268 @@
+"""Streams and events of the host device: one worker thread with a queue for each stream.
+
+Overlap, order, failure and cancellation are as real here as on a GPU. Hand-over costs (2 cores of
+an EPYC, Python 3.11): see ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from hsswap.driver.base import Event, Stream
+from hsswap.driver.host_memory import Scratch
+from hsswap.errors import ArgumentError, ClosedError, DeviceError
+
+QUEUE_LIMIT = 16384
+"""Operations. A token of a 30-layer model enqueues about 200: 80 tokens that nobody waited for."""
+
+# Handles are never reused, so that a stale one is noticed. Small numbers are left out: 0, 1 and 2
+# name CUDA's default streams.
+_handles = count(0x1000)
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a stream stopped. Every waiter raises an error of its own: tracebacks are not shared."""
+
+    message: str
+    cause: BaseException
+
+    def error(self) -> DeviceError:
+        """A new error to raise."""
+        error = DeviceError(self.message)
+        error.__cause__ = self.cause
+        return error
+
+
+class HostEvent(Event):
+    """A point in a stream's queue. Made by :meth:`HostStream.record`."""
+
+    __slots__ = ("_callbacks", "_done", "_failure", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self._failure: Failure | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def finish(self, failure: Failure | None) -> None:
+        """Mark the point as reached and call who waits. Only the stream's worker calls this."""
+        with self._lock:
+            self._failure = failure
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_done(self) -> bool:
+        """Whether all work before the point has run; raises DeviceError when it failed."""
+        if not self._done:
+            return False
+        if self._failure is not None:
+            raise self._failure.error()
+        return True
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` on the worker, or here and now if the point was reached."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point is reached; raises DeviceError on failure."""
+        if not self._done:
+            reached = threading.Lock()
+            reached.acquire()
+            self.call_when_done(reached.release)
+            reached.acquire()
+        self.is_done()
+
+    async def wait(self) -> None:
+        """Wait on the running loop; raises DeviceError on failure. Cancelling changes nothing."""
+        if not self._done:
+            loop = asyncio.get_running_loop()
+            reached: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not reached.done():  # else the wait was cancelled
+                    reached.set_result(None)
+
+            def hand_over() -> None:
+                with suppress(RuntimeError):  # the loop of a cancelled wait may be closed by now
+                    loop.call_soon_threadsafe(wake)
+
+            self.call_when_done(hand_over)
+            await reached
+        self.is_done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run(Generic[W]):
+    """A named function of a record and the stream's scratch."""
+
+    name: str
+    function: Callable[[W, Scratch], None]
+    work: W
+
+    def __call__(self, worker: _Worker) -> None:
+        if worker.failure is not None:
+            return
+        try:
+            self.function(self.work, worker.scratch)
+        except BaseException as error:  # a worker that died would leave every event waiting
+            worker.failure = Failure(
+                f"{self.name} failed on {worker.name}: {type(error).__name__}: {error}; "
+                "later work of the stream was skipped",
+                error,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """The place of an event."""
+
+    event: HostEvent
+
+    def __call__(self, worker: _Worker) -> None:
+        self.event.finish(worker.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitFor:
+    """Another stream's event that later work comes after."""
+
+    event: Event
+
+    def __call__(self, worker: _Worker) -> None:
+        if worker.failure is not None:
+            return
+        try:
+            self.event.synchronize()
+        except DeviceError as error:
+            worker.failure = Failure(f"{worker.name} waited for work that failed: {error}", error)
+
+
+class _Worker:
+    """The thread of a stream and its queue. It does not hold the HostStream, which warns in
+    ``__del__`` when it was forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.handle = next(_handles)
+        self.name = f"hsswap-stream-{self.handle}"
+        self.closed = False
+        self.failure: Failure | None = None
+        self.scratch = Scratch()
+        self._lock = threading.Lock()
+        self._items: SimpleQueue[Callable[[_Worker], None] | None] = SimpleQueue()
+        # A daemon: a stream that was never closed must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: Callable[[_Worker], None]) -> None:
+        """Enqueue; raises ClosedError after :meth:`stop`, DeviceError when the queue is full."""
+        with self._lock:
+            if self.closed:
+                raise ClosedError(f"{self.name} is closed; make a new stream")
+            if self._items.qsize() >= QUEUE_LIMIT:
+                raise DeviceError(
+                    f"{self.name} has {QUEUE_LIMIT} operations waiting; wait for an event before "
+                    "enqueuing more"
+                )
+            self._items.put(item)
+
+    def stop(self) -> None:
+        """Let the thread end behind what is enqueued. Returns at once; twice is fine."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._items.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread's end, unless this is the thread itself (a callback of an event)."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        # Infinities and NaN are data here: masked logits, an engine's unwritten tails.
+        with np.errstate(all="ignore"):
+            while (item := self._items.get()) is not None:
+                item(self)
+                del item  # and with it the memory that its record holds, before the next wait
+
+
+class HostStream(Stream):
+    """A stream of the host device; :meth:`HostDevice.stream` makes them.
+
+    One made from a handle (``owner`` given) shares the owner's queue and leaves it open.
+    """
+
+    def __init__(
+        self, on_close: Callable[[HostStream], None], owner: HostStream | None = None
+    ) -> None:
+        self._on_close = on_close
+        self._owner = owner
+        self._closed = False
+        self._worker: _Worker = _Worker() if owner is None else owner._worker
+        self.handle = self._worker.handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, here or on the owner."""
+        return self._closed or self._worker.closed
+
+    def enqueue(self, name: str, function: Callable[[W, Scratch], None], work: W) -> None:
+        """Run ``function(work, scratch)`` on the worker, in order. ``name`` is for errors."""
+        self._put(_Run(name, function, work))
+
+    def record(self) -> Event:
+        """An event behind everything enqueued so far."""
+        event = HostEvent()
+        self._put(_Finish(event))
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        """Let later work run only after ``event``, of whatever stream or device."""
+        if not isinstance(event, Event):
+            raise ArgumentError(f"event is a {type(event).__name__}; an Event is needed")
+        self._put(_WaitFor(event))
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work has run; raises DeviceError when some failed."""
+        self.record().synchronize()
+
+    def close(self) -> None:
+        """Run what is enqueued, then end the thread; blocks until then. Twice is fine."""
+        if self._owner is not None:
+            self._closed = True
+            return
+        self._worker.stop()
+        self._worker.join()
+        if not self._closed:
+            self._closed = True
+            self._on_close(self)
+
+    def _put(self, item: Callable[[_Worker], None]) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._worker.name} is closed; make a new stream")
+        self._worker.put(item)
+
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None and self._owner is None and not self._closed:
+            worker.stop()
+            warnings.warn(f"{worker.name} was not closed", ResourceWarning, 2)

@@ -1,0 +1,267 @@
+"""Arguments of the Device operations, one record each, with shapes and dtypes.
+
+Tensors are records of raw memory (:class:`Tensor`): an engine's pointers and NumPy arrays look the
+same. Shape letters: S sequences of a launch, R query rows of each, Q query heads, H KV heads, B
+blocks, T tokens of a block, dk and dv the dims of K and V. ``slot`` numbers count units in a device
+pool and blocks in a host pool; -1 means none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.config import BF16_BYTES, DISK_ALIGNMENT, LayerGroup
+from hsswap.driver.tensor import Tensor
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+
+def unit_bytes_of(group: LayerGroup, block_size: int) -> int:
+    """Bytes of K, V and aux of one KV head of one block."""
+    return block_size * (group.head_dim + group.value_dim) * BF16_BYTES + group.aux_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPool:
+    """Device slots of one layer group: ``memory`` is u8 ``[slots, unit_bytes]``, contiguous, each
+    unit K ``[T, dk]``, V ``[T, dv]``, aux.
+    """
+
+    memory: Tensor
+    group: LayerGroup
+    block_size: int
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit: the ``unit_bytes`` of ModelDims."""
+        return unit_bytes_of(self.group, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPool:
+    """Host slots of one layer group: ``memory`` is u8 ``[slots, block_bytes]``, contiguous, each
+    block its H units in head order, then zeros.
+    """
+
+    memory: Tensor
+    group: LayerGroup
+    block_size: int
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit; head h of a block begins at byte ``h * unit_bytes``."""
+        return unit_bytes_of(self.group, self.block_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the ``block_bytes`` of ModelDims."""
+        units = self.group.kv_heads * self.unit_bytes
+        return -(-units // DISK_ALIGNMENT) * DISK_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class AppendWork:
+    """Rows of K and V into units.
+
+    ``keys`` ``[rows, H, dk]`` and ``values`` ``[rows, H, dv]``, BF16, any strides. Row i goes to
+    token ``first_offset + i`` of the B = ceil((first_offset + rows) / T) destination blocks.
+    ``device_slots`` ``[B, H]`` int32 and ``host_slots`` ``[B]`` int32 name each block's units in
+    ``units`` and its slot in ``blocks``; a block may have one, both or none. Other tokens of the
+    units keep what they held.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_offset: int
+    units: UnitPool
+    device_slots: I32
+    blocks: BlockPool
+    host_slots: I32
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWork:
+    """n units: head ``heads[i]`` of host slot ``host_slots[i]`` into ``device_slots[i]``.
+
+    All three ``[n]`` int32. Device slots are distinct.
+    """
+
+    blocks: BlockPool
+    units: UnitPool
+    host_slots: I32
+    heads: I32
+    device_slots: I32
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterWork:
+    """n units: ``device_slots[i]`` into head ``heads[i]`` of host slot ``host_slots[i]``."""
+
+    blocks: BlockPool
+    units: UnitPool
+    host_slots: I32
+    heads: I32
+    device_slots: I32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionState:
+    """Carried between tiles: float32 ``maximum`` and ``total`` ``[S, R, Q]`` (running maximum of
+    the logits and sum of exponentials), ``weighted`` ``[S, R, Q, dv]`` (unnormalised output). As in
+    FlashAttention-2 (arXiv 2307.08691, section 3.1).
+    """
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttendWork:
+    """Attention of R query rows of S sequences over one tile.
+
+    ``queries`` ``[S, R, Q, dk]`` BF16. ``lengths`` ``[S]`` int64: tokens that the *last* row sees;
+    row r sees ``lengths - (R - 1 - r)``, none if that is not positive, and with a window only the
+    last ``window`` of them. ``slots`` ``[S, H, B]`` int32 into ``units``; ``positions``
+    ``[S, H, B]`` int32 is each entry's logical block number, so entry b holds tokens
+    ``position * T ...``; an entry with slot -1 is skipped. None: entry b is block
+    ``first_block + b``, and ``first_block`` must be the first of a span.
+
+    Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
+    ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
+    be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
+    None, receives each entry's logsumexp (-inf where a row sees nothing of it).
+
+    Unwritten and unseen tokens get no weight, whatever their bytes (NaN included).
+    """
+
+    queries: Tensor
+    lengths: I64
+    units: UnitPool
+    slots: I32
+    first_block: int
+    positions: I32 | None
+    span_blocks: int
+    state: AttentionState
+    begin: bool
+    block_lse: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizeWork:
+    """``out`` ``[S, R, Q, dv]`` BF16, any strides: weighted / total, or 0 where a row saw nothing.
+
+    ``lse`` ``[S, R, Q]`` float32, if not None: log of the sum of exponentials of the logits.
+    ``block_mass`` ``[S, H, B]`` float32, if not None: each block's share of the attention,
+    exp(block_lse - lse), averaged over the rows and the head's query group; ``block_lse``
+    ``[S, R, Q, B]`` is what :class:`AttendWork` wrote.
+    """
+
+    state: AttentionState
+    out: Tensor
+    lse: Tensor | None = None
+    block_lse: Tensor | None = None
+    block_mass: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionCodes:
+    """Codes of the projection predictor, of one layer: ``codes`` ``[ids, H, T, rank]`` BF16 by
+    block index, ``matrix`` ``[dk, rank]`` BF16 (arXiv 2511.11907 for low-rank keys as a predictor;
+    the random matrix is that of Johnson and Lindenstrauss, entries N(0, 1/dk)).
+    """
+
+    codes: Tensor
+    matrix: Tensor
+    group: LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeWork:
+    """Codes of n blocks: keys of host slots ``host_slots`` ``[n]`` times the matrix, to
+    ``code_index`` ``[n]``. All blocks are full.
+    """
+
+    into: ProjectionCodes
+    blocks: BlockPool
+    host_slots: I32
+    code_index: I32
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
+
+    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32. Projection: the maximum over the
+    block's tokens and the head's query group of projected q.k, times the logit scale.
+    """
+
+    codes: ProjectionCodes
+    queries: Tensor
+    code_index: I32
+    scores: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCache:
+    """The unit slots one (sequence, layer) owns on the device, C for each KV head.
+
+    ``slots`` ``[H, C]`` int32 into the pool, fixed. ``owner`` ``[H, C]`` int32: the logical block
+    held, -1 none. ``mass`` ``[H, C]`` float32: decayed true attention mass. ``used`` ``[H, C]``
+    int32: step of last use. Only ``select`` writes the last three; at step 0 it takes the cache as
+    empty, whatever they hold.
+    """
+
+    slots: Tensor
+    owner: Tensor
+    mass: Tensor
+    used: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SelectWork:
+    """Top-k of each KV head, and where its units will be.
+
+    ``scores`` ``[H, B]`` float32. Chosen are blocks ``pinned`` ``[P]`` int32 (P distinct blocks)
+    and the ``k`` best others (all, if there are fewer), equal scores to the lower block; N =
+    min(B, P + k) a head, C >= N. ``step`` grows by one a call; 0: the cache is empty.
+
+    First the masses decay by ``decay`` and gain ``last_mass`` ``[H, M]`` float32 of blocks
+    ``last_chosen`` ``[H, M]`` int32 (None at the first step). Chosen blocks not in the cache take
+    free slots, then those of the unchosen block of least mass, then least recent use, then lowest
+    place.
+
+    Written, all in host-visible memory: ``chosen`` ``[H, N]`` int32 in ascending order,
+    ``chosen_slots`` ``[H, N]`` int32 unit slots, ``missing`` ``[H, N]`` uint8 (1: the unit must be
+    gathered into its slot before use), ``left_out`` ``[H]`` float32: the share of predicted mass
+    not chosen, softmax of the scores over blocks.
+    """
+
+    scores: Tensor
+    k: int
+    pinned: I32
+    cache: UnitCache
+    step: int
+    decay: float
+    last_chosen: Tensor | None
+    last_mass: Tensor | None
+    chosen: Tensor
+    chosen_slots: Tensor
+    missing: Tensor
+    left_out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumWork:
+    """CRC-32 of n blocks ``block_slots`` ``[n]`` int32 of ``blocks``, all ``block_bytes`` of each,
+    started from ``seeds`` ``[n]`` uint32, to ``out`` ``[n]`` uint32.
+    """
+
+    blocks: BlockPool
+    block_slots: I32
+    seeds: NDArray[np.uint32]
+    out: Tensor

@@ -1,0 +1,188 @@
+"""Exact attention: every block of a sequence, tile by tile through the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Device, Event, Stream
+from hsswap.driver.operations import AttendWork, AttentionState, GatherWork
+from hsswap.driver.tensor import Tensor
+from hsswap.errors import OutOfSlots
+from hsswap.pools import GroupPool
+from hsswap.prefetch import Blocks, Loaded
+from hsswap.tiers import I32, I64, Tile, tiles_of
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """One layer of one sequence: its length and where its blocks are on the device.
+
+    ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does. ``active``
+    is the slot of the block being filled.
+    """
+
+    pool: GroupPool
+    layer: int
+    active: int
+    length: int = 0
+    device_slot: I32 = field(default_factory=lambda: np.full(64, -1, np.int32))
+
+    @property
+    def group_layer(self) -> int:
+        """The layer's number inside its group."""
+        return self.layer - self.pool.first_layer
+
+    def grow(self, blocks: int) -> None:
+        """Make room in the table for ``blocks`` blocks."""
+        if blocks > len(self.device_slot):
+            grown = np.full(max(blocks, 2 * len(self.device_slot)), -1, np.int32)
+            grown[: len(self.device_slot)] = self.device_slot
+            self.device_slot = grown
+
+    def first_visible(self, rows: int) -> int:
+        """The first token that any of the last ``rows`` rows sees."""
+        window = self.pool.group.window
+        return 0 if window is None else max(0, self.length - rows + 1 - window)
+
+    def missing(self, tile: Tile, indices: I64) -> tuple[NDArray[np.intp], Blocks]:
+        """Positions in a tile whose blocks are not in device slots, and these blocks."""
+        positions = np.flatnonzero(self.device_slot[tile.start : tile.stop] < 0)
+        return positions, Blocks(self.pool, self.layer, indices[tile.start + positions])
+
+
+def tile_tokens_for(span_tokens: int, tile_tokens: int) -> int:
+    """Tokens of a tile that is whole spans. Raises OutOfSlots when the ring is too small."""
+    if span_tokens > tile_tokens:
+        raise OutOfSlots(
+            f"a span has {span_tokens} tokens at this length and a tile {tile_tokens}; set "
+            f"tile_tokens to {span_tokens} or more"
+        )
+    return tile_tokens // span_tokens * span_tokens
+
+
+def blocks_ahead(
+    cache: LayerCache, indices: I64, rows: int, tile_tokens: int, skip_tiles: int = 0
+) -> list[Blocks]:
+    """What exact attention of this layer must bring into the host tier, tile by tile."""
+    size = cache.pool.block_size
+    full = cache.length // size * size
+    if not full:
+        return []
+    tiles = tiles_of(cache.first_visible(rows), full, size, tile_tokens)[skip_tiles:]
+    wanted = (cache.missing(tile, indices)[1] for tile in tiles)
+    return [blocks for blocks in wanted if len(blocks.indices)]
+
+
+class ExactPass:
+    """One attend of one layer: which tile is next, what it needs, and its launches.
+
+    ``gathered(event, host_slots)`` is called with the event behind each tile's gather, after which
+    the leases can be given back.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        cache: LayerCache,
+        indices: I64,
+        queries: Tensor,
+        state: AttentionState,
+        tile_tokens: int,
+        gathered: Callable[[Event, GroupPool, I32], None],
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._cache = cache
+        self._indices = indices
+        self._queries = queries
+        self._state = state
+        self._gathered = gathered
+        self._lengths = np.array([cache.length], np.int64)
+        span = device.span_tokens(cache.length)
+        self.tile_tokens = tile_tokens_for(span, tile_tokens)
+        self._span_blocks = span // cache.pool.block_size
+        first = cache.first_visible(queries.shape[1])
+        self._tiles = tiles_of(first, cache.length, cache.pool.block_size, self.tile_tokens)
+        self.next_tile = 0
+        self.device_hits = 0
+
+    @property
+    def tile_count(self) -> int:
+        """Tiles of the whole pass."""
+        return len(self._tiles)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every tile has been enqueued."""
+        return self.next_tile == len(self._tiles)
+
+    def needs(self) -> Blocks:
+        """The blocks of the next tile that are not in device slots."""
+        return self._cache.missing(self._tiles[self.next_tile], self._indices)[1]
+
+    def all_in_host_tier(self) -> bool:
+        """Whether every tile left can be gathered without reading from disk."""
+        tier = self._cache.pool.tier
+        for tile in self._tiles[self.next_tile :]:
+            _, blocks = self._cache.missing(tile, self._indices)
+            slots = tier.lookup(blocks.group_layer, blocks.indices)
+            if (slots < 0).any() or not tier.is_loaded(slots):
+                return False
+        return True
+
+    def lease_next(self) -> Loaded | None:
+        """Lease the next tile's blocks if the host tier has them all, else None."""
+        blocks = self.needs()
+        tier = blocks.pool.tier
+        slots = tier.lookup(blocks.group_layer, blocks.indices)
+        if (slots < 0).any() or not tier.is_loaded(slots):
+            return None
+        tier.lease(slots)
+        return Loaded(slots, 0)
+
+    def enqueue(self, loaded: Loaded) -> None:
+        """Launch the next tile; its missing blocks are in the leased host slots."""
+        cache, stream = self._cache, self._stream
+        pool = cache.pool
+        tile = self._tiles[self.next_tile]
+        slots = cache.device_slot[tile.start : tile.stop].copy()
+        missing = np.flatnonzero(slots < 0)
+        self.device_hits += len(slots) - len(missing)
+        region = pool.next_region(stream) if len(missing) else None
+        if region is not None:
+            slots[missing] = region.slots[missing]
+            units = pool.slots.units(slots[missing])
+            heads = np.arange(pool.group.kv_heads, dtype=np.int32)
+            self._device.gather(
+                stream,
+                GatherWork(
+                    pool.blocks,
+                    pool.units,
+                    np.tile(loaded.slots, len(heads)),
+                    np.repeat(heads, len(missing)),
+                    units.ravel(),
+                ),
+            )
+            self._gathered(stream.record(), pool, loaded.slots)
+        self._device.attend(
+            stream,
+            AttendWork(
+                queries=self._queries,
+                lengths=self._lengths,
+                units=pool.units,
+                slots=pool.slots.units(slots)[None],
+                first_block=tile.start,
+                positions=None,
+                span_blocks=self._span_blocks,
+                state=self._state,
+                begin=self.next_tile == 0,
+            ),
+        )
+        if region is not None:
+            region.last_read = stream.record()
+        self.next_tile += 1

@@ -1,0 +1,30 @@
+"""Backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hsswap.errors import ConfigError
+from hsswap.io.base import BlockIO
+from hsswap.io.memory import MemoryIO
+from hsswap.io.posix import PosixIO
+
+BACKENDS: dict[str, Callable[[int], BlockIO]] = {
+    "auto": PosixIO,
+    "posix": PosixIO,
+    "memory": lambda threads: MemoryIO(),
+}
+"""What :func:`open_backend` knows, made from a number of threads."""
+
+
+def open_backend(name: str, *, threads: int = 4) -> BlockIO:
+    """A backend, not started yet, by its name: ``auto``, ``posix`` or ``memory``.
+
+    ``auto`` is posix for now: it works on every Linux and every file system, and falls back to the
+    page cache, saying so in ``path``. ``threads`` counts for posix alone. Raises ConfigError for
+    another name or number.
+    """
+    make = BACKENDS.get(name)
+    if make is None:
+        raise ConfigError(f"io {name!r} is unknown; known: {', '.join(BACKENDS)}")
+    return make(threads)

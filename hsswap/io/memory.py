@@ -1,0 +1,223 @@
+"""The memory backend: files in RAM, with faults that a test scripts. For tests, demos and doctor.
+
+Everything runs on one thread, ``hsswap-io-memory``, so that the n-th operation is the same one in
+every run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.errors import ClosedError, HsswapError
+from hsswap.io.base import IOFile, Operation, Transfer
+from hsswap.io.problems import ended_early, io_error
+from hsswap.io.threads import QUEUE_LIMIT, Job, ThreadedIO
+
+
+class FaultKind(Enum):
+    """What goes wrong with an operation."""
+
+    ERRNO = "errno"
+    """It fails with ``Fault.errno``; no byte moves."""
+    SHORT = "short"
+    """The first half of the bytes moves; the backend notices and fails the transfer."""
+    TORN = "torn"
+    """The first half of the bytes moves, and the backend reports success."""
+    FLIP = "flip"
+    """All bytes move, one bit of them changed (``Fault.bit``), and success is reported."""
+    HOLD = "hold"
+    """It waits, with all that is queued behind it, until ``Fault.gate`` is opened, then runs."""
+    NEVER = "never"
+    """It does not end, while others go on; close ends it with ClosedError."""
+
+
+class Gate:
+    """Holds an operation: ``reached`` is set when it got there, ``opened`` lets it go."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong, once or while it applies.
+
+    ``at``: the number of the first operation it hits, counted from 0 over all operations in the
+    order they run (:attr:`MemoryIO.operations`). ``count``: operations hit from there on, None for
+    all. ``offsets``: hits only transfers that touch these bytes of a file, as (first, end): a bad
+    spot of the drive. ``only``: hits only operations of this kind: "create", "read", "write",
+    "sync" or "remove". TORN and FLIP change transfers alone; SHORT fails the others like ERRNO.
+    """
+
+    kind: FaultKind
+    at: int = 0
+    count: int | None = 1
+    errno: int = errno.EIO
+    bit: int = 0
+    offsets: tuple[int, int] | None = None
+    only: str | None = None
+    gate: Gate = field(default_factory=Gate)
+
+    def hits(self, number: int, operation: str, begin: int, end: int) -> bool:
+        """Whether this operation, over these bytes of a file, is hit."""
+        if number < self.at or (self.count is not None and number >= self.at + self.count):
+            return False
+        if self.only not in (None, operation):
+            return False
+        return self.offsets is None or (begin < self.offsets[1] and end > self.offsets[0])
+
+
+class MemoryFile(IOFile):
+    """A file's bytes."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path, nbytes)
+        self.content: NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
+
+
+class MemoryIO(ThreadedIO):
+    """Files in RAM under the same contract; ``faults`` are applied in their order, all that hit.
+
+    ``operations`` lists what has been run: "create", "read", "write", "sync", "remove".
+    """
+
+    name = "memory"
+    needs_directory = False
+
+    def __init__(self, faults: Sequence[Fault] = (), *, limit: int = QUEUE_LIMIT) -> None:
+        super().__init__(["hsswap-io-memory"], limit)
+        self.operations: list[str] = []
+        self._faults = tuple(faults)
+        self._by_path: dict[Path, MemoryFile] = {}
+        self._parked: list[Transfer | Job] = []
+        self._parking = True
+        self._park_lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return "memory"
+
+    def file_at(self, path: Path) -> MemoryFile:
+        """The file of that name, for a test that looks at its bytes. KeyError if none."""
+        return self._by_path[path]
+
+    async def close(self) -> None:
+        with self._park_lock:
+            self._parking = False
+            parked, self._parked = self._parked, []
+        for fault in self._faults:
+            fault.gate.opened.set()
+        for item in parked:
+            self._complete(item, self._never_ended())
+        await super().close()
+        self._by_path.clear()
+
+    @staticmethod
+    def _never_ended() -> HsswapError:
+        return ClosedError("the backend was closed before the operation ended")
+
+    # On the thread.
+
+    def _faults_of(self, operation: str, begin: int = 0, end: int = 0) -> list[Fault]:
+        number = len(self.operations)
+        self.operations.append(operation)
+        found = [fault for fault in self._faults if fault.hits(number, operation, begin, end)]
+        for fault in found:
+            if fault.kind is FaultKind.HOLD:
+                fault.gate.reached.set()
+                fault.gate.opened.wait()
+            elif fault.kind is FaultKind.NEVER:
+                raise _NeverEndsError
+        return found
+
+    def _execute(self, item: Transfer | Job) -> None:
+        try:
+            super()._execute(item)
+        except _NeverEndsError:
+            with self._park_lock:
+                if self._parking:
+                    self._parked.append(item)
+                    return
+            self._complete(item, self._never_ended())
+
+    def _file_operation(self, operation: str, what: str) -> None:
+        for fault in self._faults_of(operation):
+            if fault.kind in (FaultKind.ERRNO, FaultKind.SHORT):
+                raise io_error(fault.errno, what)
+
+    def _probe(self, directory: Path | None) -> None:
+        return
+
+    def _create(self, path: Path, nbytes: int) -> IOFile:
+        self._file_operation("create", f"making {path} of {nbytes} bytes")
+        if path in self._by_path:
+            raise io_error(errno.EEXIST, f"making {path} of {nbytes} bytes")
+        file = self._by_path[path] = MemoryFile(path, nbytes)
+        return file
+
+    def _remove(self, file: IOFile) -> None:
+        self._file_operation("remove", f"removing {file.path}")
+        self._by_path.pop(file.path)
+
+    def _sync(self, file: IOFile) -> None:
+        self._file_operation("sync", f"syncing {file.path}")
+
+    def _move(self, transfer: Transfer) -> None:
+        operation, nbytes = transfer.operation, transfer.nbytes
+        what = f"{operation.value} of {nbytes} bytes at {transfer.offset} of {transfer.file.path}"
+        faults = self._faults_of(operation.value, transfer.offset, transfer.offset + nbytes)
+        kinds = {fault.kind for fault in faults}
+        for fault in faults:
+            if fault.kind is FaultKind.ERRNO:
+                raise io_error(fault.errno, what)
+        moved = nbytes
+        if kinds & {FaultKind.SHORT, FaultKind.TORN}:
+            moved = nbytes // 2
+        _copy(transfer, moved)
+        if FaultKind.SHORT in kinds:
+            raise ended_early(what, moved, nbytes)
+        for fault in faults:
+            if fault.kind is FaultKind.FLIP:
+                _flip(transfer, fault.bit)
+
+
+class _NeverEndsError(BaseException):
+    """Leaves an operation without an end. No Exception, so that nothing takes it for a fault."""
+
+
+def _copy(transfer: Transfer, nbytes: int) -> None:
+    assert isinstance(transfer.file, MemoryFile)
+    content = transfer.file.content.ctypes.data + transfer.offset
+    for number, address in enumerate(transfer.addresses.tolist()):
+        begin = number * transfer.span_bytes
+        length = min(transfer.span_bytes, nbytes - begin)
+        if length <= 0:
+            return
+        if transfer.operation is Operation.READ:
+            ctypes.memmove(address, content + begin, length)
+        else:
+            ctypes.memmove(content + begin, address, length)
+
+
+def _flip(transfer: Transfer, bit: int) -> None:
+    """Change one bit of a read's buffers, or of what a write left in the file."""
+    assert isinstance(transfer.file, MemoryFile)
+    byte, mask = bit // 8 % transfer.nbytes, 1 << bit % 8
+    if transfer.operation is Operation.WRITE:
+        transfer.file.content[transfer.offset + byte] ^= mask
+        return
+    span, within = divmod(byte, transfer.span_bytes)
+    place = ctypes.c_uint8.from_address(int(transfer.addresses[span]) + within)
+    place.value ^= mask

@@ -1,0 +1,173 @@
+"""The posix backend: preadv and pwritev on a fixed pool of threads, O_DIRECT where it works.
+
+The default everywhere: it needs nothing but Linux, and at 64 KiB and more it moves what io_uring
+moves (``facts/dependencies.md`` 6).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hsswap.config import DISK_ALIGNMENT
+from hsswap.errors import BlockIOError, ConfigError
+from hsswap.io import linux
+from hsswap.io.base import IOFile, Operation, Transfer
+from hsswap.io.problems import ended_early, from_os_error, io_error
+from hsswap.io.threads import QUEUE_LIMIT, ThreadedIO
+
+PROBE_NAME = "hsswap.probe"
+OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_THREADS = 64
+
+
+class VectoredCalls(NamedTuple):
+    """The two system calls; tests put others in their place."""
+
+    read: linux.VectoredCall = linux.preadv
+    write: linux.VectoredCall = linux.pwritev
+
+
+class PosixFile(IOFile):
+    """A file with its descriptor."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
+        super().__init__(path, nbytes)
+        self.descriptor = descriptor
+
+
+class PosixIO(ThreadedIO):
+    """Blocking vectored calls on ``threads`` threads named ``hsswap-io-N``.
+
+    As many transfers as threads are in the drive's queue at once. Whether bytes go by O_DIRECT is
+    decided once, for the directory: what statx says of a file there, else the kind of its file
+    system. That the open succeeds says nothing: tmpfs accepts the flag and ignores it.
+    """
+
+    name = "posix"
+    needs_directory = True
+
+    def __init__(
+        self,
+        threads: int = 4,
+        *,
+        limit: int = QUEUE_LIMIT,
+        calls: VectoredCalls | None = None,
+    ) -> None:
+        if not 1 <= threads <= MAX_THREADS:
+            raise ConfigError(f"io_threads is {threads}; it must be from 1 to {MAX_THREADS}")
+        super().__init__([f"hsswap-io-{number}" for number in range(threads)], limit)
+        self._system = calls or VectoredCalls()
+        self._direct = False
+        self._path = "not started"
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def _probe(self, directory: Path | None) -> None:
+        if directory is None:
+            raise ConfigError("the posix backend needs a directory")
+        try:
+            system = linux.file_system(directory)
+            descriptor = self._open_probe(directory)
+        except OSError as error:
+            raise from_os_error(error, f"making a file in {directory}") from error
+        try:
+            alignment = linux.direct_alignment(descriptor)
+        finally:
+            os.close(descriptor)
+        if alignment is None:
+            self._direct = system.direct
+        else:
+            self._direct = 0 < alignment <= DISK_ALIGNMENT
+        self._path = "O_DIRECT" if self._direct else f"page cache ({system.name})"
+
+    @staticmethod
+    def _open_probe(directory: Path) -> int:
+        """A file without a name where the file system can, else one whose name is removed."""
+        with suppress(OSError):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        path = directory / PROBE_NAME
+        descriptor = os.open(path, OPEN_FLAGS, 0o600)
+        path.unlink()
+        return descriptor
+
+    def _create(self, path: Path, nbytes: int) -> IOFile:
+        what = f"making {path} of {nbytes} bytes"
+        try:
+            descriptor = os.open(path, OPEN_FLAGS, 0o600)
+        except OSError as error:
+            raise from_os_error(error, what) from error
+        try:
+            os.fchmod(descriptor, 0o600)  # whatever the umask took or an ACL of the folder gave
+            os.posix_fallocate(descriptor, 0, nbytes)
+            if self._direct:
+                descriptor = self._reopen_direct(path, descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            with suppress(OSError):
+                path.unlink()
+            raise from_os_error(error, what) from error
+        return PosixFile(path, nbytes, descriptor)
+
+    def _reopen_direct(self, path: Path, descriptor: int) -> int:
+        """The descriptor to use for a new file; the other one is closed.
+
+        Space is allocated before, without the flag, because where fallocate is emulated it writes
+        single bytes, which O_DIRECT refuses.
+        """
+        try:
+            direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            # Only an overlay whose layer below cannot, or a kind that our table has wrong.
+            self._direct = False
+            self._path = f"page cache (O_DIRECT refused: {os.strerror(error.errno or 0)})"
+            return descriptor
+        os.close(descriptor)
+        return direct
+
+    def _remove(self, file: IOFile) -> None:
+        self._close_file(file)
+        try:
+            file.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise from_os_error(error, f"removing {file.path}") from error
+
+    def _sync(self, file: IOFile) -> None:
+        assert isinstance(file, PosixFile)
+        try:
+            os.fdatasync(file.descriptor)
+        except OSError as error:
+            raise from_os_error(error, f"syncing {file.path}") from error
+
+    def _close_file(self, file: IOFile) -> None:
+        assert isinstance(file, PosixFile)
+        os.close(file.descriptor)
+
+    def _move(self, transfer: Transfer) -> None:
+        file = transfer.file
+        assert isinstance(file, PosixFile)
+        reading = transfer.operation is Operation.READ
+        moved = linux.move_all(
+            self._system.read if reading else self._system.write,
+            file.descriptor,
+            transfer.addresses,
+            transfer.span_bytes,
+            transfer.offset,
+            self.alignment,
+        )
+        if moved.error or moved.nbytes < transfer.nbytes:
+            raise self._failure(transfer, moved)
+
+    @staticmethod
+    def _failure(transfer: Transfer, moved: linux.Moved) -> BlockIOError:
+        verb = "reading" if transfer.operation is Operation.READ else "writing"
+        what = f"{verb} {transfer.nbytes} bytes at {transfer.offset} of {transfer.file.path}"
+        if moved.error:
+            return io_error(moved.error, what)
+        return ended_early(what, moved.nbytes, transfer.nbytes)

@@ -1,0 +1,159 @@
+"""A store's runs: the record that travels through a backend, and who may touch a block when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.checksum import crc32_of_blocks
+from hsswap.errors import BlockIOError, ClosedError, HsswapError
+from hsswap.io.base import Operation, Transfer
+from hsswap.io.ids import id_of
+from hsswap.io.views import block_views
+
+OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
+"""``on_done(positions, error)`` of a read or a write."""
+
+
+def _no_checksums() -> NDArray[np.uint32]:
+    return np.empty(0, np.uint32)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class BlockRun(Transfer):
+    """Neighbouring blocks of one layer and segment, read or written together.
+
+    ``positions``: where its blocks stand in the call's arrays. ``first``: index of the first block.
+    ``generations``, ``seeds``, ``crcs``: of each block; the checksums of a read are those to
+    expect, those of a write are filled in on the way. ``bad``: blocks of a read whose checksum is
+    another, None without any. ``waited``: whether other runs had to end first.
+    """
+
+    layer: int
+    first: int
+    positions: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    seeds: NDArray[np.uint32]
+    notify: OnBlocksDone
+    crcs: NDArray[np.uint32] = field(default_factory=_no_checksums)
+    bad: NDArray[np.bool_] | None = None
+    waited: bool = False
+
+    @property
+    def count(self) -> int:
+        """Blocks."""
+        return len(self.positions)
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks' indices."""
+        return slice(self.first, self.first + len(self.positions))
+
+    def block_name(self, number: int) -> str:
+        """The n-th block in words, for messages."""
+        block_id = id_of(self.first + number, int(self.generations[number]))
+        return f"layer {self.layer}, block id {block_id}"
+
+    def single(self, number: int) -> BlockRun:
+        """The n-th block as a run of its own."""
+        part = slice(number, number + 1)
+        return BlockRun(
+            self.operation,
+            self.file,
+            self.offset + number * self.span_bytes,
+            self.addresses[part],
+            self.span_bytes,
+            self.priority,
+            self.on_done,
+            self.prepare,
+            self.verify,
+            self.deadline,
+            self.owner,
+            layer=self.layer,
+            first=self.first + number,
+            positions=self.positions[part],
+            generations=self.generations[part],
+            seeds=self.seeds[part],
+            notify=self.notify,
+            crcs=self.crcs[part],
+            waited=self.waited,
+        )
+
+
+def fill_checksums(run: BlockRun) -> None:
+    """The prepare hook: checksums of what is about to be written."""
+    run.crcs = crc32_of_blocks(block_views(run.addresses, run.span_bytes), run.seeds.tolist())
+
+
+def compare_checksums(run: BlockRun) -> None:
+    """The verify hook: find the blocks that came back as others than were written."""
+    found = crc32_of_blocks(block_views(run.addresses, run.span_bytes), run.seeds.tolist())
+    bad = found != run.crcs
+    run.bad = bad if bad.any() else None
+
+
+def error_of_block(error: HsswapError, run: BlockRun, number: int) -> HsswapError:
+    """The same error, with the block's name; the original is its cause."""
+    message = f"{run.block_name(number)}: {error}"
+    named: HsswapError
+    if isinstance(error, BlockIOError):
+        named = type(error)(message, errno=error.errno)
+    elif isinstance(error, ClosedError):
+        named = ClosedError(message)
+    else:
+        named = BlockIOError(message)
+    named.__cause__ = error
+    return named
+
+
+class BlockOrder:
+    """Lets many readers or one writer at a block, in the order they asked. Pure state.
+
+    A write waits for everything in flight on its blocks, a read for writes; whoever comes behind a
+    run that waits for the same block waits too. So a reader sees a block as it was before a write
+    or after it, and writes land in the order of the calls.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        # Of each block: reads in flight, or -1 for a write; and runs that wait for it.
+        self._holders = np.zeros((layers, capacity), np.int32)
+        self._waiters = np.zeros((layers, capacity), np.int32)
+        self._waiting: list[BlockRun] = []
+
+    def unsettled(self, layer: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which blocks are being written, or have runs waiting: their content may change."""
+        writing: NDArray[np.bool_] = self._holders[layer, indices] < 0
+        writing |= self._waiters[layer, indices] > 0
+        return writing
+
+    def admit(self, run: BlockRun) -> bool:
+        """Whether the run may start now; then it holds its blocks until :meth:`release`."""
+        holders = self._holders[run.layer, run.blocks]
+        writing = run.operation is Operation.WRITE
+        blocked = holders.any() if writing else holders.min() < 0
+        if self._waiting and not blocked:
+            blocked = self._waiters[run.layer, run.blocks].any()
+        if blocked:
+            run.waited = True
+            self._waiters[run.layer, run.blocks] += 1
+            self._waiting.append(run)
+            return False
+        holders += -1 if writing else 1
+        return True
+
+    def release(self, run: BlockRun) -> list[BlockRun]:
+        """Let go of a run's blocks. Returns waiting runs that start now, in their order."""
+        self._holders[run.layer, run.blocks] += 1 if run.operation is Operation.WRITE else -1
+        if not self._waiting or not self._waiters[run.layer, run.blocks].any():
+            return []
+        return [waiting for waiting in self.drain() if self.admit(waiting)]
+
+    def drain(self) -> list[BlockRun]:
+        """Take out all waiting runs, in their order."""
+        waiting, self._waiting = self._waiting, []
+        for run in waiting:
+            self._waiters[run.layer, run.blocks] -= 1
+        return waiting

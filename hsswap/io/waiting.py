@@ -1,0 +1,41 @@
+"""Waiting that outlives cancellation: closing must end what it began."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def until_done(future: asyncio.Future[T]) -> T:
+    """Wait for ``future`` to its end even when cancelled meanwhile, then give its result.
+
+    A cancellation that arrived is raised at the end, in place of the result.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
+async def to_the_end(*steps: Callable[[], Awaitable[object]]) -> None:
+    """Await every step in order, also after one that failed or was cancelled.
+
+    The first thing raised is raised at the end. Steps run in the caller's task and not in one of
+    their own, because a task that is cancelled before its first step never runs at all.
+    """
+    problem: BaseException | None = None
+    for step in steps:
+        try:
+            await step()
+        except BaseException as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem

@@ -1,0 +1,173 @@
+"""The memory of one layer group: device slots, host slots, and their state side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.config import LayerGroup, SwapConfig
+from hsswap.driver.base import Buffer, Device, Event, Stream
+from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
+from hsswap.driver.tensor import Tensor, tensor_in
+from hsswap.errors import ArgumentError
+from hsswap.tiers import I32, DeviceSlots, HostTier
+
+RING_REGIONS = 2
+"""Tiles of the ring: one is attended while the next is gathered."""
+
+
+@dataclass(slots=True)
+class RingRegion:
+    """Device slots one tile streams through, and the event behind its last reader."""
+
+    slots: I32
+    last_read: Event | None = None
+
+
+class GroupPool:
+    """Device and host slots of one layer group. Made and closed by the swap.
+
+    ``first_layer`` is the number of the group's first layer in the model.
+    """
+
+    def __init__(self, config: SwapConfig, index: int, first_layer: int, device: Device) -> None:
+        dims = config.dims
+        group = dims.groups[index]
+        self.group = group
+        self.first_layer = first_layer
+        self.block_size = dims.block_size
+        self.block_bytes = dims.block_bytes(group)
+        unit_bytes = dims.unit_bytes(group)
+        device_count = config.device_slots_of(index)
+        host_count = config.host_slots_of(index)
+        tile = config.tile_blocks
+        self.slots = DeviceSlots(device_count, RING_REGIONS * tile, group.kv_heads)
+        # Slots that stay out of the cache, for scans to stream through: half of them up to eight
+        # tiles, so that one layer can be read while the one before is attended.
+        window = max(2 * tile, min(8 * tile, host_count // 2))
+        self.tier = HostTier(
+            group.layers, config.capacity_blocks, host_count, window=window, reserve=tile
+        )
+        self._kept_for_active = config.max_sequences * group.layers
+        self._resident_quota = (self.slots.free_count - self._kept_for_active) // group.layers
+        self._resident_in_layer = [0] * group.layers
+        self.ring = [
+            RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(RING_REGIONS)
+        ]
+        self._next_region = 0
+        self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)
+        try:
+            self.host_memory: Buffer = device.allocate_host(host_count * self.block_bytes)
+        except BaseException:
+            self.device_memory.close()
+            raise
+        shape = (device_count * group.kv_heads, unit_bytes)
+        self.units = UnitPool(tensor_in(self.device_memory, "u8", shape), group, dims.block_size)
+        shape = (host_count, self.block_bytes)
+        self.blocks = BlockPool(tensor_in(self.host_memory, "u8", shape), group, dims.block_size)
+
+    def addresses(self, host_slots: I32) -> NDArray[np.uint64]:
+        """Where the bytes of host slots are."""
+        offsets = host_slots.astype(np.uint64) * np.uint64(self.block_bytes)
+        return offsets + np.uint64(self.host_memory.address)
+
+    def check_reachable(self, tensor: Tensor, what: str) -> None:
+        """Raise ArgumentError for memory of a GPU when the device is the host."""
+        if tensor.on_device and not self.device_memory.on_device:
+            raise ArgumentError(f"{what} is in a GPU's memory and the swap's device is the host")
+
+    def new_output(self, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+        """An array for an attend's output. Raises ArgumentError on a GPU, where the caller has to
+        give one.
+        """
+        if self.device_memory.on_device:
+            raise ArgumentError("out is None; on a GPU give an array in its memory")
+        return np.empty(shape, np.uint16)
+
+    def take_active(self, purpose: str) -> I32:
+        """One slot a layer for the blocks being filled. Raises OutOfSlots."""
+        slots = self.slots.take(self.group.layers, purpose)
+        self._kept_for_active -= len(slots)
+        return slots
+
+    def take_resident(self, group_layer: int) -> int | None:
+        """A slot for a block that stays on the device, None past the layer's quota.
+
+        Which blocks stay is first come, first served: for a scan any fixed part is as good.
+        """
+        if self._resident_in_layer[group_layer] >= self._resident_quota:
+            return None
+        if self.slots.free_count <= self._kept_for_active:
+            return None
+        self._resident_in_layer[group_layer] += 1
+        return int(self.slots.take(1, "a resident block")[0])
+
+    def give_back(self, group_layer: int, active: int, resident: I32) -> None:
+        """Slots of a closed sequence's layer, once nothing reads them."""
+        self._resident_in_layer[group_layer] -= len(resident)
+        self._kept_for_active += 1
+        self.slots.give_back(np.append(resident, np.int32(active)))
+
+    def next_region(self, stream: Stream) -> RingRegion:
+        """The ring region whose turn it is; ``stream`` waits for its last reader."""
+        region = self.ring[self._next_region]
+        self._next_region = (self._next_region + 1) % len(self.ring)
+        if region.last_read is not None:
+            stream.wait_for(region.last_read)
+        return region
+
+    def close(self) -> None:
+        """Free the memory; nothing may be in flight."""
+        self.host_memory.close()
+        self.device_memory.close()
+
+
+class ScratchPool:
+    """Device memory of one attend each (its carried state), kept for the next of the same size.
+
+    At most ``KEPT`` buffers wait for reuse; more are freed.
+    """
+
+    KEPT = 8
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._idle: list[Buffer] = []
+
+    def take(self, nbytes: int) -> Buffer:
+        """A buffer of at least ``nbytes``; give it back when no enqueued work uses it."""
+        for position, buffer in enumerate(self._idle):
+            # Not one far too large, or a single long prefill would pin its memory for good.
+            if nbytes <= buffer.nbytes <= 4 * nbytes + 65536:
+                return self._idle.pop(position)
+        return self._device.allocate(nbytes)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """The buffer is no longer used."""
+        if len(self._idle) < self.KEPT:
+            self._idle.append(buffer)
+        else:
+            buffer.close()
+
+    def close(self) -> None:
+        """Free the idle buffers."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def state_bytes(group: LayerGroup, rows: int) -> int:
+    """Bytes of the carried state of ``rows`` query rows."""
+    return 4 * rows * group.q_heads * (group.value_dim + 2)
+
+
+def state_in(buffer: Buffer, group: LayerGroup, rows: int) -> AttentionState:
+    """The carried state of one sequence's ``rows`` query rows, laid out in a buffer."""
+    heads = group.q_heads
+    step = 4 * rows * heads
+    return AttentionState(
+        tensor_in(buffer, "f32", (1, rows, heads)),
+        tensor_in(buffer, "f32", (1, rows, heads), offset_bytes=step),
+        tensor_in(buffer, "f32", (1, rows, heads, group.value_dim), offset_bytes=2 * step),
+    )

@@ -1,0 +1,5 @@
+"""Predictors rank a sequence's blocks for a query. They decide; the device does the work."""
+
+from hsswap.predictor.projection import ProjectionPredictor, projection_matrix
+
+__all__ = ["ProjectionPredictor", "projection_matrix"]

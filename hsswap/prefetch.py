@@ -1,0 +1,306 @@
+"""The only place that waits for blocks: loads that an attend needs now, and reads ahead.
+
+Everything runs on the event loop's thread; the tiers are touched under the swap's lock. Rules:
+
+* What is needed now is admitted in order of arrival, all of a tile's slots or none, so that no two
+  attends can hold each other's slots for ever. A tile always fits, since the host tier holds two.
+* Blocks on their way join: a second asker waits for the first one's read.
+* Reading ahead takes only free slots, leaves a tile's worth to what is needed, and goes to the
+  backend behind it. A plan is replaced at every attend, so it never grows beyond two layers.
+* A cancelled load gives its leases back at once; the slots stay taken until their reads have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import RLock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.errors import ClosedError, HsswapError
+from hsswap.io.base import Priority
+from hsswap.io.store import BlockStore
+from hsswap.metrics import Counters
+from hsswap.pools import GroupPool
+from hsswap.tiers import I32, I64, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Distinct blocks of one layer: ``layer`` in the model, ``indices`` of their ids."""
+
+    pool: GroupPool
+    layer: int
+    indices: I64
+
+    @property
+    def group_layer(self) -> int:
+        """The layer's number inside its group."""
+        return self.layer - self.pool.first_layer
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """One read on its way: ``failed`` maps slots that did not come to the reason."""
+
+    pool: GroupPool
+    slots: I32
+    remaining: int
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: dict[int, HsswapError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Leased host slots of the blocks asked for; ``missed``: how many had to be waited for."""
+
+    slots: I32
+    missed: int
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A caller in the queue for slots; ``admit`` tries once, under the lock."""
+
+    admit: Callable[[], bool]
+    turn: asyncio.Future[None]
+
+
+class Prefetcher:
+    """Loads and read-ahead of one swap. Made on the loop it runs on.
+
+    ``starved()`` is asked, under the lock, when someone waits for slots while no read runs: the
+    error that says why none will ever become free, or None if one may.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        lock: RLock,
+        counters: Counters,
+        starved: Callable[[], HsswapError | None],
+    ) -> None:
+        self._store = store
+        self._starved = starved
+        self._lock = lock
+        self._counters = counters
+        self._waiters: deque[_Waiter] = deque()
+        self._plans: dict[Hashable, deque[Blocks]] = {}
+        self._loads: dict[tuple[int, int], Load] = {}
+        self._in_flight: set[Load] = set()
+        self._changed: list[asyncio.Future[None]] = []
+        self._busy_since = 0.0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Prefetcher waiting={len(self._waiters)} reading={len(self._in_flight)} "
+            f"planned={sum(map(len, self._plans.values()))}>"
+        )
+
+    async def load(self, blocks: Blocks) -> Loaded:
+        """Lease host slots that hold the blocks, reading what is on disk only.
+
+        At most a tile of blocks. Release with ``pool.tier.release`` under the lock, then
+        :meth:`pump`. Raises the store's error for a block that could not be read, OutOfSlots when
+        no slot can ever become free, ClosedError when the swap closes meanwhile.
+        """
+        admitted: list[tuple[I32, list[Load]]] = []
+
+        def admit() -> bool:
+            got = blocks.pool.tier.admit(blocks.group_layer, blocks.indices)
+            if got is None:
+                return False
+            slots, absent = got
+            if absent.any():
+                missing = Blocks(blocks.pool, blocks.layer, blocks.indices[absent])
+                self._submit(missing, slots[absent], Priority.NEEDED)
+            admitted.append((slots, self._loads_of(blocks.pool, slots)))
+            return True
+
+        start = time.perf_counter()
+        await self._take_turn(admit, undo=lambda: self._release(blocks.pool, admitted[0][0], []))
+        slots, loads = admitted[0]
+        missed = sum(int(np.isin(load.slots, slots).sum()) for load in loads)
+        try:
+            for load in loads:
+                await load.finished.wait()
+        except BaseException:
+            self._release(blocks.pool, slots, loads)
+            raise
+        self._counters.read_wait_s += time.perf_counter() - start if loads else 0.0
+        errors = [load.failed[s] for load in loads for s in load.failed if s in slots]
+        if errors:
+            self._release(blocks.pool, slots, loads)
+            raise errors[0]
+        return Loaded(slots, missed)
+
+    async def reserve(self, blocks: Blocks) -> I32:
+        """Dirty host slots for blocks about to be written there. Raises like :meth:`load`."""
+        taken: list[I32] = []
+
+        def admit() -> bool:
+            slots = blocks.pool.tier.take(
+                blocks.group_layer, blocks.indices, SlotState.DIRTY, needed=True
+            )
+            if slots is not None:
+                taken.append(slots)
+            return slots is not None
+
+        await self._take_turn(admit, undo=lambda: self.abandon(blocks.pool, taken[0]))
+        return taken[0]
+
+    def abandon(self, pool: GroupPool, slots: I32) -> None:
+        """Give back reserved slots that were not filled."""
+        with self._lock:
+            pool.tier.discard(slots)
+        self.pump()
+
+    def plan(self, owner: Hashable, ahead: list[Blocks]) -> None:
+        """Read these blocks ahead, in order, in place of what ``owner`` planned before."""
+        if self._closed:
+            return
+        if ahead:
+            self._plans[owner] = deque(ahead)
+        else:
+            self._plans.pop(owner, None)
+        self.pump()
+
+    def pump(self) -> None:
+        """Admit who waits, then read ahead, as far as slots are free. Call when some became so."""
+        with self._lock:
+            while self._waiters:
+                waiter = self._waiters[0]
+                if not waiter.turn.done():
+                    if not waiter.admit():
+                        break
+                    waiter.turn.set_result(None)
+                self._waiters.popleft()
+            if self._waiters and not self._in_flight:
+                reason = self._starved()
+                if reason is not None:
+                    waiter = self._waiters.popleft()
+                    waiter.turn.set_exception(reason)
+            if not self._waiters:
+                self._read_ahead()
+        changed, self._changed = self._changed, []
+        for future in changed:
+            if not future.done():
+                future.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()``, asked under the lock whenever slots may have changed."""
+        while True:
+            with self._lock:
+                if condition():
+                    return
+                changed = asyncio.get_running_loop().create_future()
+                self._changed.append(changed)
+            await changed
+
+    async def settle(self) -> None:
+        """Wait until every read that is on its way now has ended."""
+        for load in list(self._in_flight):
+            await load.finished.wait()
+
+    async def close(self) -> None:
+        """Refuse what waits, drop the plans, wait for reads in flight."""
+        self._closed = True
+        self._plans.clear()
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.turn.done():
+                waiter.turn.set_exception(ClosedError("the swap was closed during the call"))
+        await self.settle()
+
+    async def _take_turn(self, admit: Callable[[], bool], undo: Callable[[], None]) -> None:
+        """Wait in line until ``admit`` succeeds; ``undo`` it if the caller was cancelled then."""
+        if self._closed:
+            raise ClosedError("the swap is closed; open a new one")
+        with self._lock:
+            if not self._waiters and admit():
+                return
+            waiter = _Waiter(admit, asyncio.get_running_loop().create_future())
+            self._waiters.append(waiter)
+        self.pump()
+        try:
+            await waiter.turn
+        except asyncio.CancelledError:
+            # Cancelled after the turn came but before this task ran: the slots are ours to return.
+            if waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
+                undo()
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
+            self.pump()
+            raise
+
+    def _read_ahead(self) -> None:
+        for owner in list(self._plans):
+            plan = self._plans[owner]
+            while plan:
+                blocks = plan[0]
+                tier = blocks.pool.tier
+                absent = tier.lookup(blocks.group_layer, blocks.indices) < 0
+                if absent.any():
+                    wanted = Blocks(blocks.pool, blocks.layer, blocks.indices[absent])
+                    slots = tier.take(
+                        blocks.group_layer, wanted.indices, SlotState.READING, needed=False
+                    )
+                    if slots is None:
+                        break
+                    self._submit(wanted, slots, Priority.PREFETCH)
+                plan.popleft()
+            if not plan:
+                del self._plans[owner]
+
+    def _submit(self, blocks: Blocks, slots: I32, priority: Priority) -> None:
+        load = Load(blocks.pool, slots, len(slots))
+        key = id(blocks.pool)
+        for slot in slots.tolist():
+            self._loads[key, slot] = load
+        if not self._in_flight:
+            self._busy_since = time.perf_counter()
+        self._in_flight.add(load)
+        self._store.read(
+            blocks.layer,
+            blocks.indices,
+            blocks.pool.addresses(slots),
+            priority=priority,
+            owner=blocks.pool.host_memory,
+            on_done=lambda positions, error: self._on_read(load, positions, error),
+        )
+
+    def _on_read(self, load: Load, positions: NDArray[np.int64], error: HsswapError | None) -> None:
+        slots = load.slots[positions]
+        key = id(load.pool)
+        with self._lock:
+            load.pool.tier.finish_read(slots, ok=error is None)
+            for slot in slots.tolist():
+                del self._loads[key, slot]
+                if error is not None:
+                    load.failed[slot] = error
+        load.remaining -= len(slots)
+        if load.remaining == 0:
+            self._in_flight.discard(load)
+            if not self._in_flight:
+                self._counters.read_busy_s += time.perf_counter() - self._busy_since
+            load.finished.set()
+            self.pump()
+
+    def _loads_of(self, pool: GroupPool, slots: I32) -> list[Load]:
+        key = id(pool)
+        reading = slots[pool.tier.state[slots] == SlotState.READING]
+        return list({self._loads[key, slot]: None for slot in reading.tolist()})
+
+    def _release(self, pool: GroupPool, slots: I32, loads: list[Load]) -> None:
+        lost = [slot for load in loads for slot in load.failed]
+        kept = slots[~np.isin(slots, lost)] if lost else slots
+        with self._lock:
+            pool.tier.release(kept, scan=True)
+        self.pump()

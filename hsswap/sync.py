@@ -1,0 +1,155 @@
+"""The same swap for callers without an event loop: ``with hsswap.blocking(config) as swap``.
+
+A thread of its own runs the loop. Attention and appends are enqueued from the caller's thread and
+cross to the loop only when blocks must come from disk, or room for them must be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from hsswap.attending import AttendResult
+from hsswap.config import SwapConfig
+from hsswap.driver.base import Device
+from hsswap.errors import ArgumentError
+from hsswap.io.base import BlockIO
+from hsswap.metrics import SwapStatistics
+from hsswap.sequence import Sequence
+from hsswap.swap import HighSpeedSwap
+from hsswap.topk import TopK
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a thread of its own; :meth:`run` waits for a coroutine on it."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hsswap-loop")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result. An exception here (Ctrl-C) cancels it and waits for its end."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise ArgumentError("a blocking call on the loop's own thread would never return")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                concurrent.futures.wait([future])
+            raise
+
+    def close(self) -> None:
+        """Stop the loop and join the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
+class BlockingSequence:
+    """One sequence, one thread at a time. See :class:`hsswap.Sequence` for the arguments."""
+
+    def __init__(self, sequence: Sequence, loop: _LoopThread) -> None:
+        self._sequence = sequence
+        self._loop = loop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the layer that is furthest."""
+        return self._sequence.length
+
+    def append(
+        self, layer: int, keys: object, values: object, *, stream: object | None = None
+    ) -> None:
+        """Add rows at the end of a layer; returns when the copy is enqueued."""
+        if not self._sequence.try_append(layer, keys, values, stream=stream):
+            self._loop.run(self._sequence.append(layer, keys, values, stream=stream))
+
+    def attend(
+        self,
+        layer: int,
+        queries: object,
+        out: object | None = None,
+        *,
+        exact: bool | None = None,
+        stream: object | None = None,
+    ) -> AttendResult:
+        """Attention of the layer's last rows, enqueued; ``result.synchronize()`` waits for it."""
+        result = self._sequence.try_attend(layer, queries, out, exact=exact, stream=stream)
+        if result is None:
+            result = self._loop.run(
+                self._sequence.attend(layer, queries, out, exact=exact, stream=stream)
+            )
+        return result
+
+    def close(self) -> None:
+        """Give back slots and ids. Twice is fine."""
+        self._loop.run(self._sequence.close())
+
+
+class BlockingSwap:
+    """A swap without async calls. Get it from :func:`blocking`."""
+
+    def __init__(self, swap: HighSpeedSwap, loop: _LoopThread) -> None:
+        self._swap = swap
+        self._loop = loop
+
+    @property
+    def config(self) -> SwapConfig:
+        """The settings it was opened with."""
+        return self._swap.config
+
+    def sequence(self, *, top_k: TopK | None = None) -> BlockingSequence:
+        """A new, empty sequence. See :meth:`hsswap.HighSpeedSwap.sequence`."""
+        return BlockingSequence(self._swap.sequence(top_k=top_k), self._loop)
+
+    def flush(self) -> None:
+        """Wait until every full block appended so far is on disk."""
+        self._loop.run(self._swap.flush())
+
+    def statistics(self) -> SwapStatistics:
+        """What happened since the swap was opened, and what is in use now."""
+        return self._swap.statistics()
+
+
+@contextmanager
+def blocking(
+    config: SwapConfig, *, io: BlockIO | None = None, device: Device | None = None
+) -> Iterator[BlockingSwap]:
+    """Open a swap with a loop thread of its own; both are closed at the end of the block.
+
+    Raises what :meth:`hsswap.HighSpeedSwap.create` raises.
+    """
+    loop = _LoopThread()
+    try:
+        swap = loop.run(HighSpeedSwap.create(config, io=io, device=device))
+        try:
+            yield BlockingSwap(swap, loop)
+        finally:
+            loop.run(swap.close())
+    finally:
+        loop.close()

@@ -1,0 +1,286 @@
+"""Who holds which slot: pure state, no I/O, no device calls, no waiting.
+
+Methods move the state and return what is to be read, written or given up; the prefetcher and the
+swap do it. All of it is guarded by the swap's one lock. Host slots go through these states::
+
+    FREE --take--> READING --finish_read--> CLEAN --release/evict--> FREE
+    FREE --take--> DIRTY --start_write--> WRITING --finish_write--> CLEAN
+                     ^----------- (failed) ----------'
+
+A *lease* keeps a slot from being given up while work in flight uses it. A slot read *ahead* waits
+for its first use; a *cached* one stays after use. Exact mode is a cyclic scan, for which keeping a
+fixed part is optimal and recency is the worst choice, so a scan never pushes out what is cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.errors import OutOfSlots
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+
+class SlotState(IntEnum):
+    """What a host slot is doing."""
+
+    FREE = 0
+    READING = 1
+    CLEAN = 2
+    DIRTY = 3
+    WRITING = 4
+
+
+class HostTier:
+    """Host slots of one layer group, and the table (layer, block index) -> slot.
+
+    ``window``: slots kept out of the cache so that a scan always has buffers to stream through.
+    ``reserve``: free slots that reading ahead leaves to what is needed now.
+    """
+
+    def __init__(self, layers: int, ids: int, slots: int, *, window: int, reserve: int) -> None:
+        self.slot_of = np.full((layers, ids), -1, np.int32)
+        self.state = np.zeros(slots, np.int8)
+        self.leases = np.zeros(slots, np.int32)
+        self.layer_of = np.full(slots, -1, np.int32)
+        self.index_of = np.full(slots, -1, np.int64)
+        self.evictions = 0
+        self._ahead = np.zeros(slots, np.bool_)
+        self._cached = np.zeros(slots, np.bool_)
+        self._stamp = np.zeros(slots, np.int64)
+        self._free = np.arange(slots - 1, -1, -1, dtype=np.int32)
+        self._free_count = slots
+        self._cached_in_layer = np.zeros(layers, np.int64)
+        self._reserve = reserve
+        self._window = window
+        self._quota = max(0, slots - window) // layers
+        self._clock = 0
+
+    @property
+    def slot_count(self) -> int:
+        """All host slots of the group."""
+        return len(self.state)
+
+    @property
+    def free_count(self) -> int:
+        """Slots that hold nothing."""
+        return self._free_count
+
+    def lookup(self, layer: int, indices: I64) -> I32:
+        """The slot of each block, -1 where the tier does not hold it."""
+        return self.slot_of[layer, indices]
+
+    def is_loaded(self, slots: I32) -> bool:
+        """Whether every slot's bytes are there (none is still being read)."""
+        return not (self.state[slots] == SlotState.READING).any()
+
+    def lease(self, slots: I32) -> None:
+        """Keep distinct slots until :meth:`release`; reading ahead has paid off for them."""
+        self.leases[slots] += 1
+        self._ahead[slots] = False
+        self._clock += 1
+        self._stamp[slots] = self._clock
+
+    def release(self, slots: I32, *, scan: bool) -> None:
+        """Give leases back. Slots nobody else uses stay cached or become free.
+
+        ``scan``: the blocks were part of a scan over all of a sequence; they stay only within the
+        layer's quota. Otherwise they stay until something else needs the room.
+        """
+        self.leases[slots] -= 1
+        self._settle(slots, scan=scan)
+
+    def admit(self, layer: int, indices: I64) -> tuple[I32, NDArray[np.bool_]] | None:
+        """Lease slots for distinct blocks that are needed now, all or none.
+
+        Returns the slots and which of them are new and must be read, or None when there is no room:
+        then nothing is held, so that waiting callers cannot starve each other by halves.
+        """
+        slots = self.slot_of[layer, indices]
+        absent = slots < 0
+        present = slots[~absent]
+        self.leases[present] += 1  # keeps them from making room for the absent ones
+        if absent.any():
+            taken = self.take(layer, indices[absent], SlotState.READING, needed=True)
+            if taken is None:
+                self.leases[present] -= 1
+                return None
+            slots[absent] = taken
+        self.leases[present] -= 1
+        self.lease(slots)
+        return slots, absent
+
+    def take(self, layer: int, indices: I64, state: SlotState, *, needed: bool) -> I32 | None:
+        """Slots for distinct blocks the tier does not hold, all or none.
+
+        What is ``needed`` now may push out blocks read ahead (the latest first), then cached ones
+        (least recently used first); reading ahead may not, and leaves the reserve free.
+        """
+        count = len(indices)
+        short = count - self._free_count
+        if not needed and short + self._reserve > 0:
+            return None
+        if short > 0 and not self._evict(short):
+            return None
+        self._free_count -= count
+        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self.state[slots] = state
+        self.layer_of[slots] = layer
+        self.index_of[slots] = indices
+        self.slot_of[layer, indices] = slots
+        self._ahead[slots] = not needed
+        self._clock += 1
+        self._stamp[slots] = self._clock
+        return slots
+
+    def finish_read(self, slots: I32, *, ok: bool) -> None:
+        """The bytes are there, or did not come and the slots are free again."""
+        self.state[slots] = SlotState.CLEAN
+        self._ahead[slots[self.leases[slots] == 0]] = True  # nobody waits for them (any more)
+        if not ok:
+            self.leases[slots] = 0  # who waited for them is told, and must not release them
+            self._drop(slots)
+
+    def discard(self, slots: I32) -> None:
+        """Free taken slots that were never filled."""
+        self._drop(slots)
+
+    def start_write(self, slots: I32) -> None:
+        """DIRTY slots are on their way to disk; they are kept until :meth:`finish_write`."""
+        self.state[slots] = SlotState.WRITING
+
+    def finish_write(self, slots: I32, *, ok: bool, scan: bool, keep: bool) -> None:
+        """The blocks are on disk (``ok``), or stay dirty. ``keep`` false: nobody needs the copy."""
+        self.state[slots] = SlotState.CLEAN if ok else SlotState.DIRTY
+        if not keep:
+            idle = slots[(self.state[slots] == SlotState.CLEAN) & (self.leases[slots] == 0)]
+            self._drop(idle)
+            slots = slots[self.state[slots] == SlotState.CLEAN]
+        self._settle(slots, scan=scan)
+
+    def forget(self, indices: I64) -> None:
+        """Drop blocks whose ids were freed, in all layers. None may be read, written or leased."""
+        slots = self.slot_of[:, indices].ravel()
+        self._drop(slots[slots >= 0])
+
+    def _settle(self, slots: I32, *, scan: bool) -> None:
+        idle = slots[(self.state[slots] == SlotState.CLEAN) & (self.leases[slots] == 0)]
+        idle = idle[~self._cached[idle]]
+        if not len(idle):
+            return
+        if not scan:
+            self._keep(idle)
+            return
+        layer = self.layer_of[idle[0]]
+        room = max(0, int(self._quota - self._cached_in_layer[layer]))
+        self._keep(idle[:room])
+        self._drop(idle[room:])
+
+    def _keep(self, slots: I32) -> None:
+        self._cached[slots] = True
+        self._ahead[slots] = False
+        np.add.at(self._cached_in_layer, self.layer_of[slots], 1)
+
+    def _drop(self, slots: I32) -> None:
+        count = len(slots)
+        if not count:
+            return
+        cached = slots[self._cached[slots]]
+        if len(cached):
+            np.subtract.at(self._cached_in_layer, self.layer_of[cached], 1)
+            self._cached[cached] = False
+        self.slot_of[self.layer_of[slots], self.index_of[slots]] = -1
+        self.state[slots] = SlotState.FREE
+        self.layer_of[slots] = -1
+        self._ahead[slots] = False
+        self._free[self._free_count : self._free_count + count] = slots
+        self._free_count += count
+
+    def _evict(self, count: int) -> bool:
+        idle = np.flatnonzero((self.state == SlotState.CLEAN) & (self.leases == 0)).astype(np.int32)
+        if len(idle) < count:
+            return False
+        ahead = self._ahead[idle]
+        stamp = self._stamp[idle]
+        order = np.lexsort((np.where(ahead, -stamp, stamp), ~ahead))
+        self._drop(idle[order[:count]])
+        self.evictions += count
+        return True
+
+    def check(self) -> None:
+        """Assert what must always hold; for tests."""
+        held = np.flatnonzero(self.state != SlotState.FREE)
+        table = self.slot_of[self.layer_of[held], self.index_of[held]]
+        assert (table == held).all()
+        assert (self.slot_of >= 0).sum() == len(held)
+        assert self._free_count == len(self.state) - len(held)
+        assert len(set(self._free[: self._free_count].tolist())) == self._free_count
+        assert (self.leases >= 0).all()
+        assert (self.leases[self.state == SlotState.FREE] == 0).all()
+        assert self._cached_in_layer.sum() == self._cached.sum()
+
+
+class DeviceSlots:
+    """Block-sized device slots of one layer group: given out, taken back, nothing more.
+
+    Block slot j is the units ``j * kv_heads ... j * kv_heads + kv_heads - 1`` of the pool. The
+    ring of tiles is set aside first.
+    """
+
+    def __init__(self, slots: int, ring_slots: int, kv_heads: int) -> None:
+        self.ring = np.arange(ring_slots, dtype=np.int32)
+        self._heads = np.arange(kv_heads, dtype=np.int32)
+        self._free = list(range(slots - 1, ring_slots - 1, -1))
+        self._slots = slots
+
+    @property
+    def free_count(self) -> int:
+        """Slots not given out, the ring left aside."""
+        return len(self._free)
+
+    @property
+    def used_count(self) -> int:
+        """Slots given out, the ring included."""
+        return self._slots - len(self._free)
+
+    def take(self, count: int, purpose: str) -> I32:
+        """``count`` slots, all or none. Raises OutOfSlots naming ``purpose`` and the number."""
+        if count > len(self._free):
+            raise OutOfSlots(
+                f"{purpose} needs {count} device slots and {len(self._free)} are free; raise "
+                f"device_slots by at least {count - len(self._free)}, or close a sequence"
+            )
+        return np.array([self._free.pop() for _ in range(count)], np.int32)
+
+    def give_back(self, slots: I32) -> None:
+        """Return slots that no enqueued work reads any more."""
+        self._free.extend(slots.tolist())
+
+    def units(self, slots: I32) -> I32:
+        """Unit slots ``[kv_heads, n]`` of block slots ``[n]``."""
+        return slots[None, :] * np.int32(len(self._heads)) + self._heads[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Blocks ``start`` to ``stop`` (exclusive) of a sequence, start at a fixed boundary."""
+
+    start: int
+    stop: int
+
+
+def tiles_of(first_token: int, length: int, block_size: int, tile_tokens: int) -> list[Tile]:
+    """The tiles that hold tokens ``first_token`` to ``length`` (exclusive), in order.
+
+    Boundaries are multiples of ``tile_tokens`` whatever the length, so that what is read ahead for
+    the next step is what that step asks for.
+    """
+    tile_blocks = tile_tokens // block_size
+    blocks = -(-length // block_size)
+    start = first_token // tile_tokens * tile_blocks
+    return [Tile(at, min(at + tile_blocks, blocks)) for at in range(start, blocks, tile_blocks)]

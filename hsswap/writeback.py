@@ -1,0 +1,170 @@
+"""Write-behind: blocks go to disk after the device has filled their host slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import RLock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Event
+from hsswap.errors import DeviceError, HsswapError, OutOfSlots
+from hsswap.io.base import Priority
+from hsswap.io.store import BlockStore
+from hsswap.loop import Mailbox
+from hsswap.metrics import Counters
+from hsswap.pools import GroupPool
+from hsswap.prefetch import Blocks
+from hsswap.tiers import I32, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Dirty host slots and the blocks in them. ``keep``: the copy in the host tier is wanted after
+    the write; ``scan``: only within the quota of scans (see :mod:`hsswap.tiers`).
+    """
+
+    blocks: Blocks
+    slots: I32
+    keep: bool
+    scan: bool
+
+    def part(self, positions: NDArray[np.int64]) -> Batch:
+        """Some blocks of the batch."""
+        b = self.blocks
+        some = Blocks(b.pool, b.layer, b.indices[positions])
+        return Batch(some, self.slots[positions], self.keep, self.scan)
+
+
+class WriteBehind:
+    """Writes of one swap. ``freed()`` is called on the loop after slots may have become free.
+
+    A block whose write fails stays dirty in its host slot; :meth:`flush` tries it again and raises
+    what it gets then.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        lock: RLock,
+        counters: Counters,
+        mailbox: Mailbox,
+        freed: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._lock = lock
+        self._counters = counters
+        self._mailbox = mailbox
+        self._freed = freed
+        self._pending = 0
+        self._failed: list[tuple[Batch, HsswapError]] = []
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def pending(self) -> int:
+        """Blocks announced or on their way."""
+        return self._pending
+
+    def write_after(self, event: Event, batch: Batch) -> None:
+        """Write the batch once ``event`` says that the device has filled it. From any thread, under
+        the lock.
+        """
+        self._pending += len(batch.slots)
+        event.call_when_done(lambda: self._mailbox.post(lambda: self._start(event, batch)))
+
+    async def flush(self) -> None:
+        """Wait until everything announced before has been written, failed blocks tried once more.
+
+        Raises the first error of a block that is still not on disk; it stays dirty in memory.
+        """
+        await self.settle()
+        with self._lock:
+            again, self._failed = self._failed, []
+            self._pending += sum(len(batch.slots) for batch, _ in again)
+        for batch, _ in again:
+            self._write(batch)
+        await self.settle()
+        if self._failed:
+            raise self._failed[0][1]
+
+    async def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        while self._pending:
+            idle = asyncio.get_running_loop().create_future()
+            self._idle.append(idle)
+            await idle
+
+    def forget(self, indices: NDArray[np.int64]) -> None:
+        """Give up failed blocks whose ids are being freed; nothing of them may be on its way."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+            for batch, error in failed:
+                gone = np.isin(batch.blocks.indices, indices)
+                batch.blocks.pool.tier.discard(batch.slots[gone])
+                if not gone.all():
+                    self._failed.append((batch.part(np.flatnonzero(~gone)), error))
+
+    def all_failed(self, pool: GroupPool, slots: I32) -> bool:
+        """Whether the writes of all these dirty slots have failed, so that none is on its way."""
+        failed = [b.slots for b, _ in self._failed if b.blocks.pool is pool]
+        return bool(failed) and bool(np.isin(slots, np.concatenate(failed)).all())
+
+    def starved(self, pools: Iterable[GroupPool]) -> HsswapError | None:
+        """Why no host slot will ever become free, or None while something in flight may free one.
+
+        Asked under the lock while no read is in flight.
+        """
+        dirty = 0
+        for pool in pools:
+            if (pool.tier.leases > 0).any():
+                return None
+            dirty += int((pool.tier.state == SlotState.DIRTY).sum())
+        failed = sum(len(batch.slots) for batch, _ in self._failed)
+        if self._pending or dirty > failed:
+            return None
+        if self._failed:
+            return self._failed[0][1]
+        return OutOfSlots("no host slot can become free for this call; raise host_slots")
+
+    def _start(self, event: Event, batch: Batch) -> None:
+        try:
+            event.is_done()
+        except DeviceError as error:
+            self._finish(batch, error)
+            return
+        self._write(batch)
+
+    def _write(self, batch: Batch) -> None:
+        blocks = batch.blocks
+        with self._lock:
+            blocks.pool.tier.start_write(batch.slots)
+        try:
+            self._store.write(
+                blocks.layer,
+                blocks.indices,
+                blocks.pool.addresses(batch.slots),
+                priority=Priority.WRITE,
+                owner=blocks.pool.host_memory,
+                on_done=lambda positions, error: self._finish(batch.part(positions), error),
+            )
+        except HsswapError as error:
+            self._finish(batch, error)
+
+    def _finish(self, batch: Batch, error: HsswapError | None) -> None:
+        with self._lock:
+            batch.blocks.pool.tier.finish_write(
+                batch.slots, ok=error is None, scan=batch.scan, keep=batch.keep
+            )
+            self._pending -= len(batch.slots)
+            if error is not None:
+                self._failed.append((batch, error))
+                self._counters.write_errors += len(batch.slots)
+        if not self._pending:
+            idle, self._idle = self._idle, []
+            for future in idle:
+                if not future.done():
+                    future.set_result(None)
+        self._freed()

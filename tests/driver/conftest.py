@@ -1,0 +1,30 @@
+"""The devices under test. Every test that takes ``device`` runs on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from hsswap.driver import open_device
+from hsswap.driver.base import Device
+from tests.driver.rig import Rig
+
+
+@pytest.fixture(params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """An open device; nothing of it may be left open but what the device itself closes."""
+    name: str = request.param
+    if name != "host" and find_spec("hsswap.driver.cuda") is None:
+        pytest.skip("hsswap.driver.cuda does not exist in this version")
+    with open_device(name) as opened:
+        yield opened
+    assert opened.live_count == 0
+
+
+@pytest.fixture
+def rig(device: Device) -> Iterator[Rig]:
+    """Memory and a stream on the device under test."""
+    with Rig(device) as opened:
+        yield opened

@@ -1,0 +1,115 @@
+"""Attention in float64, straight from rows of K and V, and the tolerance of promise 1.
+
+Written apart from the implementation: no spans, no tiles, no carried state, dense rows. The only
+thing in common is what BF16 means, and that is written again here, through float conversion.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+U16 = NDArray[np.uint16]
+F64 = NDArray[np.float64]
+
+FACTOR = 1.5
+"""Ours may be off by this much more than the reference (design, promise 1)."""
+
+FLOOR = 2.0**-9
+"""Half a unit in the last place of BF16, relative."""
+
+
+def decode(codes: U16) -> F64:
+    """BF16 codes as float64: sign, exponent of 8 bits biased by 127, 7 bits of fraction."""
+    numbers = codes.astype(np.int64)
+    exponent, fraction = (numbers >> 7) & 0xFF, numbers & 0x7F
+    normal = np.ldexp(1 + fraction / 128, exponent - 127)
+    subnormal = np.ldexp(fraction / 128, -126)
+    size = np.where(exponent == 0, subnormal, normal)
+    size = np.where(exponent == 255, np.where(fraction == 0, np.inf, np.nan), size)
+    return np.where(numbers >> 15, -size, size)
+
+
+def round_to_bf16(values: NDArray[np.floating]) -> F64:
+    """The nearest BF16 numbers, ties to even, for finite values that are not subnormal."""
+    fraction, exponent = np.frexp(values.astype(np.float64))
+    return np.ldexp(np.rint(fraction * 256), exponent - 8)  # 8 bits with the leading one
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How query heads share KV heads, and what is done to logits."""
+
+    group_size: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Outputs ``[R, Q, dv]`` of the oracle and of the BF16 reference; ``lse`` ``[R, Q]``;
+    ``logits`` ``[R, Q, tokens]`` with -inf where a row does not look.
+    """
+
+    exact: F64
+    usual: F64
+    lse: F64
+    logits: F64
+
+    def tolerance(self) -> float:
+        """The largest relative L2 error that promise 1 allows."""
+        return FACTOR * max(relative_error(self.usual, self.exact), FLOOR)
+
+
+def relative_error(got: F64, wanted: F64) -> float:
+    """L2 norm of the difference over that of ``wanted``; 0 for two zeros."""
+    size = float(np.linalg.norm(wanted))
+    off = float(np.linalg.norm(got - wanted))
+    return 0.0 if off == 0 else math.inf if size == 0 else off / size
+
+
+def attend(queries: U16, keys: U16, values: U16, length: int, heads: Heads) -> Reference:
+    """Attention of rows ``[R, Q, dk]``, the last of which sees ``length`` tokens.
+
+    ``keys`` ``[tokens, H, dk]`` and ``values`` ``[tokens, H, dv]``.
+    """
+    q, k, v = decode(queries), decode(keys), decode(values)
+    rows, query_heads, _ = q.shape
+    exact = np.zeros((rows, query_heads, v.shape[2]))
+    usual = np.zeros_like(exact)
+    lse = np.full((rows, query_heads), -np.inf)
+    logits = np.full((rows, query_heads, len(k)), -np.inf)
+    for r in range(rows):
+        end = length - (rows - 1 - r)
+        start = 0 if heads.window is None else max(0, end - heads.window)
+        if end <= start:
+            continue
+        for j in range(query_heads):
+            kv = j // heads.group_size
+            raw = k[start:end, kv] @ q[r, j] * heads.scale
+            if heads.soft_cap is not None:
+                raw = heads.soft_cap * np.tanh(raw / heads.soft_cap)
+            logits[r, j, start:end] = raw
+            top = raw.max()
+            weight = np.exp(raw - top)
+            lse[r, j] = top + math.log(weight.sum())
+            exact[r, j] = weight @ v[start:end, kv] / weight.sum()
+            usual[r, j] = _usual(
+                q[r, j], k[start:end, kv], v[start:end, kv], heads
+            )
+    return Reference(exact, usual, lse, logits)
+
+
+def _usual(q: F64, k: F64, v: F64, heads: Heads) -> F64:
+    """The usual BF16 kernel: logits and softmax in float32, P in BF16, PV in float32, BF16 out."""
+    raw = (k.astype(np.float32) @ q.astype(np.float32)) * np.float32(heads.scale)
+    if heads.soft_cap is not None:
+        cap = np.float32(heads.soft_cap)
+        raw = cap * np.tanh(raw / cap)
+    weight = np.exp(raw - raw.max())
+    product = round_to_bf16(weight).astype(np.float32) @ v.astype(np.float32)
+    return round_to_bf16(product / weight.sum(dtype=np.float32))

@@ -1,0 +1,141 @@
+"""Sizes, refusals and plans."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
+from hsswap.errors import ConfigError, HsswapError
+
+SMOLLM2 = ModelDims.uniform(layers=30, q_heads=9, kv_heads=3, head_dim=64)
+
+
+def test_bytes_of_smollm2() -> None:
+    group = SMOLLM2.groups[0]
+    assert SMOLLM2.unit_bytes(group) == 4096
+    assert SMOLLM2.block_bytes(group) == 12288
+    assert SMOLLM2.id_bytes == 30 * 12288
+    assert group.group_size == 3
+    assert group.logit_scale == 64**-0.5
+
+
+def test_odd_dims_are_padded_to_pages() -> None:
+    dims = ModelDims((LayerGroup(1, 4, 2, 80, 72, aux_bytes=6),), block_size=16)
+    group = dims.groups[0]
+    assert dims.unit_bytes(group) == 16 * (80 + 72) * 2 + 6
+    assert dims.block_bytes(group) == 12288  # 2 * 4870 = 9740 bytes
+
+
+def test_layers_are_numbered_through_the_groups() -> None:
+    dims = ModelDims((LayerGroup(2, 4, 2, 64), LayerGroup(3, 4, 1, 128)))
+    assert [dims.group_index(layer) for layer in range(5)] == [0, 0, 1, 1, 1]
+    for layer in (-1, 5):
+        with pytest.raises(ConfigError, match="out of range"):
+            dims.group(layer)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"q_heads": 5}, "multiple of kv_heads"),
+        ({"head_dim": 12}, "head_dim is 12"),
+        ({"head_dim": 264}, "head_dim is 264"),
+        ({"value_dim": 4}, "value_dim is 4"),
+        ({"dtype": "int3"}, "known: bf16"),
+        ({"window": 0}, "window is 0"),
+        ({"soft_cap": 0.0}, "soft_cap"),
+        ({"aux_bytes": -2}, "aux_bytes"),
+        ({"aux_bytes": 3}, "aux_bytes"),
+    ],
+)
+def test_bad_groups_are_refused(change: dict[str, object], words: str) -> None:
+    good: dict[str, object] = {"layers": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 64}
+    with pytest.raises(ConfigError, match=words):
+        LayerGroup(**{**good, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block_size", [0, 3, 512, -16])
+def test_bad_block_sizes_are_refused(block_size: int) -> None:
+    with pytest.raises(ConfigError, match="power of two"):
+        ModelDims((LayerGroup(1, 1, 1, 8),), block_size)
+
+
+def test_no_groups_no_model() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        ModelDims(())
+
+
+@pytest.mark.parametrize("rank", [0, 129])
+def test_rank_has_limits(rank: int) -> None:
+    with pytest.raises(ConfigError, match="rank"):
+        PredictorConfig(rank=rank)
+
+
+def test_too_few_slots_say_how_many_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"device_slots is 93; 94 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=93, host_slots=64)
+    with pytest.raises(ConfigError, match=r"host_slots is 63; 64 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=94, host_slots=63)
+    with pytest.raises(ConfigError, match=r"device_slots is 94; 154 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=94, host_slots=64, max_sequences=3)
+
+
+@pytest.mark.parametrize("tile_tokens", [0, 100, 300])
+def test_tiles_are_whole_spans(tile_tokens: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 256"):
+        SwapConfig(SMOLLM2, 2048, 512, 512, tile_tokens=tile_tokens)
+
+
+@pytest.mark.parametrize(
+    "change", [{"capacity_tokens": 0}, {"capacity_tokens": 1 << 40}, {"io_threads": 0}]
+)
+def test_other_refusals(change: dict[str, int]) -> None:
+    good = {"capacity_tokens": 2048, "device_slots": 512, "host_slots": 512}
+    with pytest.raises(HsswapError):
+        SwapConfig(SMOLLM2, **{**good, **change})  # type: ignore[arg-type]
+
+
+groups = st.builds(
+    lambda layers, kv_heads, ratio, dk, dv: LayerGroup(layers, kv_heads * ratio, kv_heads, dk, dv),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.integers(1, 32).map(lambda n: 8 * n),
+    st.integers(1, 32).map(lambda n: 8 * n),
+)
+
+
+@given(
+    st.lists(groups, min_size=1, max_size=3),
+    st.integers(0, 8).map(lambda n: 2**n),
+    st.integers(1, 200_000),
+    st.integers(0, 1 << 34),
+    st.integers(0, 1 << 34),
+)
+def test_a_plan_keeps_within_its_bytes(
+    layer_groups: list[LayerGroup],
+    block_size: int,
+    tokens: int,
+    device_bytes: int,
+    host_bytes: int,
+) -> None:
+    dims = ModelDims(tuple(layer_groups), block_size)
+    try:
+        config = SwapConfig.plan(dims, tokens, device_bytes, host_bytes)
+    except ConfigError as error:
+        assert "needed" in str(error)
+        return
+    indices = range(len(layer_groups))
+    used = sum(
+        config.device_slots_of(i) * layer_groups[i].kv_heads * dims.unit_bytes(layer_groups[i])
+        for i in indices
+    )
+    assert used <= device_bytes
+    used = sum(config.host_slots_of(i) * dims.block_bytes(layer_groups[i]) for i in indices)
+    assert used <= host_bytes
+    assert sum(config.device_slots_of(i) for i in indices) <= config.device_slots
+    assert config.capacity_blocks * block_size >= tokens
