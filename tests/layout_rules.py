@@ -34,7 +34,25 @@ API = (
     "writeback",
 )
 BELOW_API = (*PLAIN, "io", "driver", "ptx", *DECIDING, *WAITING)
-COMMANDS = ("__main__", "bench", "doctor", "engine", "generate", "integrations", "verify")
+COMMANDS = (
+    "__main__",
+    "bench",
+    "decoding",
+    "doctor",
+    "doctor_args",
+    "doctor_probes",
+    "doctor_selftest",
+    "engine",
+    "generate",
+    "generate_args",
+    "integrations",
+    "interrupts",
+    "planning",
+    "plot",
+    "progress",
+    "report",
+    "verify",
+)
 EVERYTHING = ("", *BELOW_API, *API, "rounds", "models", *COMMANDS)
 
 ROOMS: dict[str, tuple[str, ...]] = {

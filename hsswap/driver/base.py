@@ -7,7 +7,8 @@ Rules for every device:
 
 * An operation is *enqueued* on a stream and returns at once; operations of one stream run in the
   order they were enqueued. Arguments are checked before anything is enqueued
-  (:class:`~hsswap.errors.ArgumentError`).
+  (:class:`~hsswap.errors.ArgumentError`). Index arrays (NumPy arrays in a record) are copied then;
+  tensors are read and written when the operation runs.
 * What an operation reads or writes must stay allocated until an event recorded behind it is done.
   Records hold their tensors' owners, and the stream holds the records, so that NumPy arrays handed
   in survive by themselves; closing a :class:`Buffer` early is the caller's error.

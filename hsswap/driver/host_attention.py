@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap import bf16
+from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_rows import F32, I64, RowTiles
 from hsswap.driver.operations import AttendWork, FinalizeWork
@@ -32,6 +33,9 @@ from hsswap.driver.operations import AttendWork, FinalizeWork
 # 1 MiB a core and the third 32 MiB; half and double are within 5 %.
 KV_ELEMENTS = 1 << 20
 LOGIT_ELEMENTS = 1 << 18
+
+# Columns behind the products with V: the sum of the weights, and a row stays aligned to 32 bytes.
+PARTIAL_PAD = 8
 
 # Later than every token: where an entry without a unit is said to be.
 NOWHERE = np.int64(1 << 62)
@@ -102,39 +106,50 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Carried state in row tiles: ``maximum`` and ``total`` ``[S, H, tiles, rows]``, ``weighted``
-    ``[S, H, tiles, rows, dv]``; rows are the worked rows.
+    """Carried state in row tiles, ``[S, H, tiles, rows, dv + 2]``: weighted, total, maximum.
+
+    Rows are the worked rows. One array, so that a fold is one addition.
     """
 
-    maximum: F32
-    total: F32
-    weighted: F32
+    carried: F32
 
     @classmethod
     def load(cls, work: AttendWork, rows: RowTiles, value_dim: int) -> _State:
         """Take the state out of the caller's tensors, or begin anew."""
         worked = rows.worked_rows
         shape = (rows.sequences, rows.heads, rows.tiles, worked.stop - worked.start)
-        state = cls(
-            np.full(shape, -np.inf, np.float32),
-            np.zeros(shape, np.float32),
-            np.zeros((*shape, value_dim), np.float32),
-        )
-        if not work.begin:
-            rows.spread(work.state.maximum.array(), state.maximum)
-            rows.spread(work.state.total.array(), state.total)
-            rows.spread(work.state.weighted.array(), state.weighted)
+        state = cls(np.zeros((*shape, value_dim + 2), np.float32))
+        if work.begin:
+            state.maximum[...] = -np.inf
+        else:
+            given = work.state
+            joined = np.empty((*given.total.shape, value_dim + 2), np.float32)
+            joined[..., :-2] = given.weighted.array()
+            joined[..., -2] = given.total.array()
+            joined[..., -1] = given.maximum.array()
+            rows.spread(joined, state.carried)
         return state
+
+    @property
+    def maximum(self) -> F32:
+        """Running maximum of the logits."""
+        return self.carried[..., -1]
+
+    @property
+    def sums(self) -> F32:
+        """What is added up: weighted, then total."""
+        return self.carried[..., :-1]
 
     def part(self, tile: slice) -> _State:
         """Views of some row tiles."""
-        return _State(self.maximum[:, :, tile], self.total[:, :, tile], self.weighted[:, :, tile])
+        return _State(self.carried[:, :, tile])
 
     def store(self, work: AttendWork, rows: RowTiles) -> None:
         """Write the state back."""
-        work.state.maximum.array()[...] = rows.collect(self.maximum)
-        work.state.total.array()[...] = rows.collect(self.total)
-        work.state.weighted.array()[...] = rows.collect(self.weighted)
+        joined = rows.collect(self.carried)
+        work.state.weighted.array()[...] = joined[..., :-2]
+        work.state.total.array()[...] = joined[..., -2]
+        work.state.maximum.array()[...] = joined[..., -1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +179,7 @@ def attend(work: AttendWork, scratch: Scratch) -> None:
     state = _State.load(work, rows, group.value_dim)
     lse = None
     if work.block_lse is not None:
-        lse = np.full((*state.maximum.shape, *spans.slots.shape[2:]), -np.inf, np.float32)
+        lse = np.full((*state.carried.shape[:4], *spans.slots.shape[2:]), -np.inf, np.float32)
     call = _Call(work, scratch, rows, spans, state, _tile_queries(work, scratch, rows), lse)
     seen_start, seen_end = rows.seen_start.min((1, 2)), rows.seen_end.max((1, 2))
     active = np.flatnonzero(spans.is_seen(seen_start, seen_end))
@@ -235,20 +250,14 @@ def _fold(call: _Call, tile: slice, numbers: I64, keys: F32, values: F32) -> Non
     start, end = rows.seen_start[:, tile], rows.seen_end[:, tile]
     if end.shape[1] < rows.tiles:  # else some row sees each of the spans
         seen = call.spans.is_seen(start.min((1, 2)), end.max((1, 2)))
-        first, last = _ends(np.flatnonzero(seen[numbers]))
-        numbers, keys, values = (
-            numbers[first:last],
-            keys[:, :, first:last],
-            values[:, :, first:last],
-        )
-        if first == last:
+        if not seen[numbers].any():
             return
     worked = rows.worked_rows
     # [S, H, 1, t, M, dk] @ [S, H, n, 1, dk, W]
     queries = call.queries[:, :, None, tile]
     shape = (*keys.shape[:3], *queries.shape[3:5], keys.shape[3])
     products: F32 = call.scratch.array("logits", shape, np.float32)
-    np.matmul(queries, keys[:, :, :, None].swapaxes(-1, -2), out=products)
+    multiply(queries, keys[:, :, :, None].swapaxes(-1, -2), products)
     logits = products[..., worked, :]
     if group.soft_cap is not None:
         cap = np.float32(group.soft_cap)
@@ -264,15 +273,18 @@ def _fold(call: _Call, tile: slice, numbers: I64, keys: F32, values: F32) -> Non
         _block_lse(call.lse, logits, tile, numbers)
     logits -= np.where(maximum == -np.inf, np.float32(0), maximum)[..., None]
     np.exp(logits, out=logits)
-    total = logits.sum(-1)
-    # [S, H, n, t, M, W] @ [S, H, n, 1, W, dv]
-    partial: F32 = call.scratch.array("partial", (*shape[:5], values.shape[4]), np.float32)
-    np.matmul(products, values[:, :, :, None], out=partial)
+    # [S, H, n, t, M, W] @ [S, H, n, 1, W, dv], beside the sums of the weights
+    value_dim = group.value_dim
+    joined: F32 = call.scratch.array("partial", (*shape[:5], value_dim + PARTIAL_PAD), np.float32)
+    partial = joined[..., :value_dim]
+    multiply(products, values[:, :, :, None], partial)
+    sums = joined[..., worked, : value_dim + 1]
+    logits.sum(-1, out=sums[..., -1])
     if last and rows.rows > 1:
         part = slice(first, last)
         limits = _Limits(call.spans.tokens(numbers[part]), start, end)
         _mend(rows, limits, products[:, :, part], values[:, :, part], partial[:, :, part])
-    _accumulate(call.state.part(tile), maximum, total, partial[..., worked, :])
+    _accumulate(call.state.part(tile), maximum, sums)
 
 
 def _mask(call: _Call, logits: F32, numbers: I64, start: I64, end: I64) -> None:
@@ -317,27 +329,26 @@ def _mend(rows: RowTiles, limits: _Limits, weights: F32, values: F32, partial: F
         seen = (position < limits.end[s, t, place]) & (position >= limits.start[s, t, place])
         own = np.where(seen, values[s, :, n], np.float32(0))  # [H, W, dv]
         first = (rows.low + place) * group_size
-        again = weights[s, :, n, t] @ own
+        again = np.empty((*own.shape[:1], *partial.shape[4:]), np.float32)
+        multiply(weights[s, :, n, t], own, again)
         partial[s, :, n, t, first : first + group_size] = again[:, first : first + group_size]
 
 
-def _accumulate(state: _State, maximum: F32, total: F32, weighted: F32) -> None:
-    """Fold partials ``[S, H, n, t, rows(, dv)]`` into the state in span order."""
+def _accumulate(state: _State, maximum: F32, sums: F32) -> None:
+    """Fold partials, ``[S, H, n, t, rows]`` and ``[..., dv + 1]``, into the state in span order."""
     running = np.concatenate((state.maximum[:, :, None], maximum), axis=2)
     np.maximum.accumulate(running, axis=2, out=running)
     reference = np.where(running == -np.inf, np.float32(0), running)[:, :, 1:]
     keep = np.exp(running[:, :, :-1] - reference)
-    gain = np.exp(maximum - reference)
-    total *= gain
-    weighted *= gain[..., None]
-    weighted += np.float32(0)  # turns -0.0 into 0.0, which adding nothing then leaves alone
+    sums *= np.exp(maximum - reference)[..., None]
+    # A BLAS may give -0.0 where products underflow. 0.0 stays what it is when nothing is added.
+    sums += np.float32(0)
     rescaled = (keep != 1).any((0, 1, 3, 4))
+    total = state.sums
     for span in range(maximum.shape[2]):
         if rescaled[span]:  # else times 1 for every row
-            state.total[...] *= keep[:, :, span]
-            state.weighted[...] *= keep[:, :, span, ..., None]
-        state.total[...] += total[:, :, span]
-        state.weighted[...] += weighted[:, :, span]
+            total *= keep[:, :, span, ..., None]
+        total += sums[:, :, span]
     state.maximum[...] = running[:, :, -1]
 
 

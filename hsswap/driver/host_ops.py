@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from hsswap import bf16
 from hsswap.checksum import crc32_of_blocks
+from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.operations import (
     AppendWork,
@@ -25,7 +26,10 @@ MOVE_BYTES = 1 << 20
 
 # Tokens in one product of score and encode. Fixed, the last one padded: the rounding of BLAS
 # depends on the shape, and scores should not depend on how many blocks are ranked at once.
-CODE_TOKENS = 4096
+CODE_TOKENS = 2048
+
+# Rows of one product of encode: CODE_ROWS times the largest head_dim is 2**12, see host_blas.
+CODE_ROWS = 16
 
 
 def _unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
@@ -99,12 +103,18 @@ def encode(work: EncodeWork, scratch: Scratch) -> None:
     keys, _ = _block_views(work.blocks)
     matrix = bf16.to_float32(work.into.matrix.array())
     codes = work.into.codes.array()
-    step = max(1, CODE_TOKENS // (work.blocks.block_size * work.blocks.group.kv_heads))
+    _, heads, tokens, dim = keys.shape
+    rank = matrix.shape[1]
+    tall = min(tokens, CODE_ROWS)
+    step = max(1, CODE_TOKENS // (tokens * heads))
     for first in range(0, len(work.host_slots), step):
         part = slice(first, first + step)
-        # [n, H, T, dk] @ [dk, rank]: one product of one shape for each block and head
-        product = bf16.to_float32(keys[work.host_slots[part]]) @ matrix
-        codes[work.code_index[part]] = bf16.from_float32(product)
+        taken = bf16.to_float32(keys[work.host_slots[part]])
+        # [n, H, T / tall, tall, dk] @ [dk, rank]: one shape, however many blocks
+        product = np.empty((*taken.shape[:2], tokens // tall, tall, rank), np.float32)
+        multiply(taken.reshape(*product.shape[:4], dim), matrix, product)
+        rounded = bf16.from_float32(product)
+        codes[work.code_index[part]] = rounded.reshape(-1, heads, tokens, rank)
 
 
 def score(work: ScoreWork, scratch: Scratch) -> None:
@@ -112,17 +122,21 @@ def score(work: ScoreWork, scratch: Scratch) -> None:
     group = work.codes.group
     codes, scores = work.codes.codes.array(), work.scores.array()
     _, heads, tokens, rank = codes.shape
-    queries = bf16.to_float32(work.queries.array()) @ bf16.to_float32(work.codes.matrix.array())
-    queries = (queries * np.float32(group.logit_scale)).reshape(heads, group.group_size, rank)
+    projected = np.empty((group.q_heads, rank), np.float32)
+    matrix = bf16.to_float32(work.codes.matrix.array())
+    multiply(bf16.to_float32(work.queries.array()), matrix, projected)
+    projected *= np.float32(group.logit_scale)
+    queries = projected.reshape(heads, group.group_size, rank)
     step = max(1, CODE_TOKENS // tokens)
     taken = scratch.array("codes", (heads, step, tokens, rank), np.float32)
+    logits = scratch.array("code logits", (*queries.shape[:2], step * tokens), np.float32)
     head = np.arange(heads)[:, None]
     for first in range(0, len(work.code_index), step):
         index = work.code_index[first : first + step]
         taken[:, : len(index)] = bf16.to_float32(codes[index, head])
         taken[:, len(index) :] = 0
         # [H, G, rank] @ [H, rank, step * T]
-        logits = queries @ taken.reshape(heads, step * tokens, rank).swapaxes(1, 2)
+        multiply(queries, taken.reshape(heads, step * tokens, rank).swapaxes(1, 2), logits)
         best = logits.reshape(heads, -1, step, tokens).max((1, 3))
         scores[:, first : first + step] = best[:, : len(index)]
 

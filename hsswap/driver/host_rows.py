@@ -1,8 +1,9 @@
 """Query rows of attention in fixed padded tiles, so that no row's result depends on another row.
 
-BLAS rounds by the shape of a product and may round by the place of a row in it. So every product
-has one shape (``tile_rows`` x dim x span), whatever the number of rows of a call, and a row's place
-in its tile follows from the number of tokens it sees and nothing else. Layout of the rows of a
+BLAS rounds by the shape of a product and by the place of a row in it (OpenBLAS 0.3.31, AVX2 and
+AVX-512: of 16 equal rows, the 7th and later differ from the first). So every product has one shape
+(``tile_rows`` x dim x span), whatever the number of rows of a call, and a row's place in its tile
+follows from the number of tokens it sees and nothing else. Layout of the rows of a
 sequence, group size 3, row 0 seeing 7 tokens (its place is 7 mod 5 = 2)::
 
     | tile 0: -  -  r0 r1 r2 | tile 1: r3 r4 ... |      5 places a tile, 3 heads a place, 1 row of
@@ -30,10 +31,11 @@ class RowTiles:
     """Where the query rows of a call are. Letters as in :mod:`hsswap.driver.operations`.
 
     ``tiles`` tiles a sequence, of ``places`` places of G rows each; ``tile_rows`` rows of a product
-    (M). ``offset`` ``[S]``: place of a sequence's row 0. ``places`` ``low`` to ``high`` of a tile
+    (M). ``places`` ``low`` to ``high`` of a tile
     hold rows of some sequence; only they are worked on outside the products. ``seen_end`` and
     ``seen_start`` ``[S, tiles, high - low]``: the row at a place sees tokens from start to end; a
-    place without a row repeats its neighbour.
+    place without a row repeats its neighbour. ``index``: a pair that picks the rows of ``[S, R]``
+    out of ``[S, tiles * places]``.
     """
 
     sequences: int
@@ -43,7 +45,7 @@ class RowTiles:
     tiles: int
     places: int
     tile_rows: int
-    offset: I64
+    index: tuple[I64, I64]
     low: int
     high: int
     seen_end: I64
@@ -61,11 +63,12 @@ class RowTiles:
         tiles = -(-last // places)
         low, high = (int(offset.min()), last) if tiles == 1 else (0, places)
         place = np.arange(tiles * places).reshape(tiles, places)[:, low:high]
-        row = np.clip(place - offset[:, None, None], 0, rows - 1)
+        row = np.minimum(np.maximum(place - offset[:, None, None], 0), rows - 1)
         end = lengths[:, None, None] - (rows - 1 - row)
         start = np.zeros_like(end) if window is None else end - window
+        index = (np.arange(len(lengths))[:, None], offset[:, None] + np.arange(rows))
         return cls(
-            len(lengths), rows, heads, group_size, tiles, places, tile_rows, offset, low, high,
+            len(lengths), rows, heads, group_size, tiles, places, tile_rows, index, low, high,
             end, start,
         )  # fmt: skip
 
@@ -81,11 +84,11 @@ class RowTiles:
         """
         tail = values.shape[3:]
         padded = np.zeros((self.sequences, self.tiles * self.places, *values.shape[2:]), np.float32)
-        padded[np.arange(self.sequences)[:, None], self._places_of_rows()] = values
+        padded[self.index] = values
         shape = (self.sequences, self.tiles, self.places, self.heads, self.group_size, *tail)
         tiled = padded.reshape(shape)[:, :, self.low : self.high]
         target = out.reshape(self._worked_shape(tail))
-        target[...] = np.moveaxis(tiled, 3, 1)
+        target[...] = tiled.transpose(0, 3, 1, 2, 4, *range(5, tiled.ndim))
 
     def collect(self, tiled: F32) -> F32:
         """The dual of :meth:`spread`: ``[S, H, tiles, rows, ...]`` to ``[S, R, Q, ...]``."""
@@ -93,16 +96,13 @@ class RowTiles:
         shape = (self.sequences, self.tiles, self.places, self.heads, self.group_size, *tail)
         padded = np.empty(shape, np.float32)
         source = tiled.reshape(self._worked_shape(tail))
-        padded[:, :, self.low : self.high] = np.moveaxis(source, 1, 3)
+        order = (0, 2, 3, 1, 4, *range(5, source.ndim))
+        padded[:, :, self.low : self.high] = source.transpose(order)
         flat = padded.reshape(
             self.sequences, self.tiles * self.places, self.heads * self.group_size, *tail
         )
-        taken: F32 = flat[np.arange(self.sequences)[:, None], self._places_of_rows()]
+        taken: F32 = flat[self.index]
         return taken
-
-    def _places_of_rows(self) -> I64:
-        places: I64 = self.offset[:, None] + np.arange(self.rows)
-        return places
 
     def _worked_shape(self, tail: tuple[int, ...]) -> tuple[int, ...]:
         return (

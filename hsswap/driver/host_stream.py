@@ -1,7 +1,10 @@
 """Streams and events of the host device: one worker thread with a queue for each stream.
 
-Overlap, order, failure and cancellation are as real here as on a GPU. Hand-over costs (2 cores of
-an EPYC, Python 3.11): see ARCHITECTURE.md.
+Overlap, order, failure and cancellation are as real here as on a GPU. Hand-over on 2 cores of an
+EPYC with Python 3.11 (2026-11-30): 1.4 us to enqueue; from an idle stream's enqueue to the end of
+``synchronize`` 45 us, of ``await event.wait()`` 62 us (uvloop: 41), nearly all of it the two
+wake-ups. A thread that computes in Python without pause delays a worker by up to the interpreter's
+switch interval, 5 ms.
 """
 
 from __future__ import annotations

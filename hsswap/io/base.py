@@ -190,7 +190,8 @@ class BlockIO(ABC):
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         """Close a file without transfers in flight and delete it. Starts at once.
 
-        Raises ArgumentError while transfers are in flight.
+        When it cannot be deleted, the future fails and the file stays open and usable. Raises
+        ArgumentError while transfers are in flight.
         """
 
     @abstractmethod

@@ -25,7 +25,11 @@ SEGMENT_IDS = 256
 """Ids of a segment: files grow and shrink by this many blocks of every layer."""
 
 MAX_RUN_BYTES = 256 * 1024
-"""RUN_NOTE"""
+"""Longest run, unless one block is longer. Measured (2-core virtual machine, virtio disk, ext4 with
+O_DIRECT, 4 threads, 2026-11-30), KiB: us for a needed tile of 32 blocks of 12 KiB behind queued
+prefetch, us when alone, MB/s in bulk: 64: 910, 746, 887; 128: 826, 714, 1234; 256: 882, 573, 1482;
+512: 1163, 523, 1612; 1024: 1178, 536, 1727. Blocks of 64 KiB show the same knee. Longer runs gain
+little, and a needed read finds every thread busy for longer."""
 
 MAX_RUN_SPANS = 1024
 """Blocks of one transfer: the spans one vectored call takes (IOV_MAX)."""

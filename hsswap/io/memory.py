@@ -52,11 +52,11 @@ class Gate:
 class Fault:
     """Something that goes wrong, once or while it applies.
 
-    ``at``: the number of the first operation it hits, counted from 0 over all operations in the
-    order they run (:attr:`MemoryIO.operations`). ``count``: operations hit from there on, None for
-    all. ``offsets``: hits only transfers that touch these bytes of a file, as (first, end): a bad
-    spot of the drive. ``only``: hits only operations of this kind: "create", "read", "write",
-    "sync" or "remove". TORN and FLIP change transfers alone; SHORT fails the others like ERRNO.
+    It looks at operations in the order they run (:attr:`MemoryIO.operations`): all of them, or with
+    ``only`` those of one kind ("create", "read", "write", "sync", "remove"), with ``offsets`` only
+    transfers that touch these bytes of a file, (first, end): a bad spot of the drive. Of those it
+    hits ``count`` from number ``at`` on, counted from 0; with None all. TORN and FLIP change
+    transfers alone; SHORT fails the others like ERRNO.
     """
 
     kind: FaultKind
@@ -68,13 +68,15 @@ class Fault:
     only: str | None = None
     gate: Gate = field(default_factory=Gate)
 
-    def hits(self, number: int, operation: str, begin: int, end: int) -> bool:
-        """Whether this operation, over these bytes of a file, is hit."""
-        if number < self.at or (self.count is not None and number >= self.at + self.count):
-            return False
+    def looks_at(self, operation: str, begin: int, end: int) -> bool:
+        """Whether it counts this operation, over these bytes of a file."""
         if self.only not in (None, operation):
             return False
         return self.offsets is None or (begin < self.offsets[1] and end > self.offsets[0])
+
+    def hits(self, number: int) -> bool:
+        """Whether it hits the ``number``-th operation that it counts."""
+        return number >= self.at and (self.count is None or number < self.at + self.count)
 
 
 class MemoryFile(IOFile):
@@ -100,6 +102,7 @@ class MemoryIO(ThreadedIO):
         super().__init__(["hsswap-io-memory"], limit)
         self.operations: list[str] = []
         self._faults = tuple(faults)
+        self._seen = [0] * len(self._faults)  # operations that each looked at
         self._by_path: dict[Path, MemoryFile] = {}
         self._parked: list[Transfer | Job] = []
         self._parking = True
@@ -131,9 +134,13 @@ class MemoryIO(ThreadedIO):
     # On the thread.
 
     def _faults_of(self, operation: str, begin: int = 0, end: int = 0) -> list[Fault]:
-        number = len(self.operations)
         self.operations.append(operation)
-        found = [fault for fault in self._faults if fault.hits(number, operation, begin, end)]
+        found = []
+        for place, fault in enumerate(self._faults):
+            if fault.looks_at(operation, begin, end):
+                if fault.hits(self._seen[place]):
+                    found.append(fault)
+                self._seen[place] += 1
         for fault in found:
             if fault.kind is FaultKind.HOLD:
                 fault.gate.reached.set()

@@ -132,11 +132,11 @@ class PosixIO(ThreadedIO):
         return direct
 
     def _remove(self, file: IOFile) -> None:
-        self._close_file(file)
         try:
             file.path.unlink(missing_ok=True)
         except OSError as error:
             raise from_os_error(error, f"removing {file.path}") from error
+        self._close_file(file)
 
     def _sync(self, file: IOFile) -> None:
         assert isinstance(file, PosixFile)

@@ -106,7 +106,7 @@ class Segments:
 
     def _change(self, segment: Segment) -> None:
         """Make the file if runs wait for it and nothing else is under way."""
-        if segment.changing or segment.file is not None or not segment.pending or self._closing:
+        if segment.changing or not segment.pending or self._closing:
             return
         path = self._directory / segment_name(segment.number)
         try:
@@ -153,15 +153,17 @@ class Segments:
             removing = self._io.remove_file(file)
         except HsswapError:  # the backend was closed by somebody else
             return
-        segment.file = None
         segment.changing = True
         removing.add_done_callback(partial(self._removed, segment))
 
     def _removed(self, segment: Segment, removing: asyncio.Future[None]) -> None:
-        # A file that cannot be removed hurts when it is to be made again, and at close.
-        self.errors += _error_of(removing) is not None
-        segment.changing = False
-        self._change(segment)
+        if _error_of(removing) is None:
+            segment.file = None
+            segment.changing = False
+            self._change(segment)
+        else:  # it stays in use; what freed blocks held is known to be stale
+            self.errors += 1
+            self._settle(segment, None)
 
 
 def _error_of(future: asyncio.Future[IOFile] | asyncio.Future[None]) -> HsswapError | None:

@@ -144,8 +144,17 @@ class ThreadedIO(BlockIO):
                 f"{file.path} cannot be removed: it is not open here, or has {file.in_flight} "
                 "transfers in flight"
             )
+        self._require_open()
         self._files.discard(file)
-        return self._call(lambda: self._remove(file))
+
+        def remove() -> None:
+            try:
+                self._remove(file)
+            except BaseException:
+                self._files.add(file)
+                raise
+
+        return self._call(remove)
 
     def sync(self, file: IOFile) -> asyncio.Future[None]:
         return self._call(lambda: self._sync(file))
@@ -264,8 +273,12 @@ class ThreadedIO(BlockIO):
     # On the threads.
 
     def _work(self) -> None:
-        while (item := self._take()) is not None:
+        while True:
+            item = self._take()
+            if item is None:
+                return
             self._execute(item)
+            del item  # an idle thread must not keep a buffer alive
 
     def _take(self) -> Transfer | Job | None:
         with self._condition:

@@ -9,6 +9,7 @@ import pytest
 
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
+from hsswap.driver.host import HostDevice
 from tests.driver.rig import Rig
 
 
@@ -28,3 +29,11 @@ def rig(device: Device) -> Iterator[Rig]:
     """Memory and a stream on the device under test."""
     with Rig(device) as opened:
         yield opened
+
+
+@pytest.fixture
+def host() -> Iterator[HostDevice]:
+    """A host device: gates are functions on its workers, which a GPU does not run."""
+    with HostDevice() as opened:
+        yield opened
+    assert opened.live_count == 0

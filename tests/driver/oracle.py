@@ -2,6 +2,7 @@
 
 Written apart from the implementation: no spans, no tiles, no carried state, dense rows. The only
 thing in common is what BF16 means, and that is written again here, through float conversion.
+Products are by einsum, which calls no BLAS: its threads would wait for each other on busy cores.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def decode(codes: U16) -> F64:
     subnormal = np.ldexp(fraction / 128, -126)
     size = np.where(exponent == 0, subnormal, normal)
     size = np.where(exponent == 255, np.where(fraction == 0, np.inf, np.nan), size)
-    return np.where(numbers >> 15, -size, size)
+    signed: F64 = np.where(numbers >> 15, -size, size)
+    return signed
 
 
 def round_to_bf16(values: NDArray[np.floating]) -> F64:
     """The nearest BF16 numbers, ties to even, for finite values that are not subnormal."""
     fraction, exponent = np.frexp(values.astype(np.float64))
-    return np.ldexp(np.rint(fraction * 256), exponent - 8)  # 8 bits with the leading one
+    rounded: F64 = np.ldexp(np.rint(fraction * 256), exponent - 8)  # 8 bits with the leading one
+    return rounded
 
 
 @dataclass(frozen=True)
@@ -88,28 +91,30 @@ def attend(queries: U16, keys: U16, values: U16, length: int, heads: Heads) -> R
         start = 0 if heads.window is None else max(0, end - heads.window)
         if end <= start:
             continue
-        for j in range(query_heads):
-            kv = j // heads.group_size
-            raw = k[start:end, kv] @ q[r, j] * heads.scale
+        for kv in range(k.shape[1]):
+            group = slice(kv * heads.group_size, (kv + 1) * heads.group_size)
+            seen_k, seen_v = k[start:end, kv], v[start:end, kv]
+            raw = np.einsum("gd,td->gt", q[r, group], seen_k) * heads.scale
             if heads.soft_cap is not None:
                 raw = heads.soft_cap * np.tanh(raw / heads.soft_cap)
-            logits[r, j, start:end] = raw
-            top = raw.max()
+            logits[r, group, start:end] = raw
+            top = raw.max(1, keepdims=True)
             weight = np.exp(raw - top)
-            lse[r, j] = top + math.log(weight.sum())
-            exact[r, j] = weight @ v[start:end, kv] / weight.sum()
-            usual[r, j] = _usual(
-                q[r, j], k[start:end, kv], v[start:end, kv], heads
-            )
+            total = weight.sum(1, keepdims=True)
+            lse[r, group] = (top + np.log(total))[:, 0]
+            exact[r, group] = np.einsum("gt,td->gd", weight, seen_v) / total
+            usual[r, group] = _usual(q[r, group], seen_k, seen_v, heads)
     return Reference(exact, usual, lse, logits)
 
 
 def _usual(q: F64, k: F64, v: F64, heads: Heads) -> F64:
     """The usual BF16 kernel: logits and softmax in float32, P in BF16, PV in float32, BF16 out."""
-    raw = (k.astype(np.float32) @ q.astype(np.float32)) * np.float32(heads.scale)
+    raw = np.einsum("gd,td->gt", q.astype(np.float32), k.astype(np.float32))
+    raw *= np.float32(heads.scale)
     if heads.soft_cap is not None:
         cap = np.float32(heads.soft_cap)
         raw = cap * np.tanh(raw / cap)
-    weight = np.exp(raw - raw.max())
-    product = round_to_bf16(weight).astype(np.float32) @ v.astype(np.float32)
-    return round_to_bf16(product / weight.sum(dtype=np.float32))
+    weight = np.exp(raw - raw.max(1, keepdims=True))
+    rounded = round_to_bf16(weight).astype(np.float32)
+    product = np.einsum("gt,td->gd", rounded, v.astype(np.float32))
+    return round_to_bf16(product / weight.sum(1, keepdims=True))

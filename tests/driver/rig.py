@@ -50,7 +50,7 @@ class Cache:
     @property
     def blocks(self) -> int:
         """Blocks of each sequence."""
-        return self.slots.shape[2]
+        return int(self.slots.shape[2])
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,13 @@ class Rig(Closeable):
     def units(self, group: LayerGroup, block_size: int, slots: int, fill: int = 0) -> UnitPool:
         """A pool of units, all bytes of it ``fill``."""
         nbytes = block_size * (group.head_dim + group.value_dim) * 2 + group.aux_bytes
-        return UnitPool(
-            self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size
-        )
+        return UnitPool(self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size)
 
     def blocks(self, group: LayerGroup, block_size: int, slots: int, fill: int = 0) -> BlockPool:
         """A pool of blocks, all bytes of it ``fill``."""
         unit = block_size * (group.head_dim + group.value_dim) * 2 + group.aux_bytes
         nbytes = -(-group.kv_heads * unit // 4096) * 4096
-        return BlockPool(
-            self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size
-        )
+        return BlockPool(self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size)
 
     def cache(
         self,

@@ -1,0 +1,116 @@
+"""Slots, tile and k for one run of ``hsswap generate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hsswap.config import SPAN_TOKENS, ModelDims, SwapConfig
+from hsswap.errors import ConfigError
+from hsswap.generate_args import GenerateOptions
+from hsswap.topk import TopK
+
+CACHE_SHARE = 8
+"""Without numbers of slots, device and host slots together are this fraction of the cache."""
+
+TOP_K_SHARE = 0.03
+"""Share of the blocks that top-k chooses by default; and at least ``TOP_K_MIN`` blocks."""
+TOP_K_MIN = 4
+
+TILE_TOKENS = (2 * SPAN_TOKENS, SPAN_TOKENS)
+"""Tiles to choose from, the better first: larger ones mean fewer launches and longer reads."""
+
+RING_SHARE_MAX = 4
+"""A tile size is taken if the ring of two tiles is at most this fraction of the device slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to run: the swap's settings, and the top-k settings in mode ``topk``."""
+
+    config: SwapConfig
+    top_k: TopK | None
+
+
+def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
+    """Slots, tile and k for a sequence of ``tokens`` tokens.
+
+    Raises ConfigError, with the number needed, when the slots asked for are too few.
+    """
+    # A sequence of its own fills the capacity: whole blocks, and nothing to spare.
+    cache_blocks = dims.layers * dims.blocks_of(tokens)
+    top_k = None
+    slots, host_slots = options.slots, options.host_slots
+    if options.mode == "topk":
+        top_k = _top_k(dims, tokens, slots)
+        slots = slots or _top_k_slots(dims, top_k)
+    if slots is None:
+        slots = max(_least_slots(dims, SPAN_TOKENS), cache_blocks // (2 * CACHE_SHARE))
+    if host_slots is None:
+        host_slots = max(_ring(dims, SPAN_TOKENS), cache_blocks // (2 * CACHE_SHARE))
+    spare = slots if top_k is None else slots - dims.layers * top_k.cache_blocks(dims.block_size)
+    tile_tokens = next((t for t in TILE_TOKENS if _suits(dims, t, spare, host_slots)), SPAN_TOKENS)
+    _check(
+        slots,
+        _least_slots(dims, tile_tokens),
+        "--slots",
+        f"and one in each of {dims.layers} layers",
+    )
+    _check(host_slots, _ring(dims, tile_tokens), "--host-slots", "for what is read")
+    config = SwapConfig(
+        dims,
+        tokens,
+        device_slots=slots,
+        host_slots=host_slots,
+        directory=options.directory,
+        device=options.device,
+        io=options.io,
+        tile_tokens=tile_tokens,
+        look_ahead=options.look_ahead,
+    )
+    return Plan(config, top_k)
+
+
+def _ring(dims: ModelDims, tile_tokens: int) -> int:
+    """Blocks of two tiles."""
+    return 2 * (tile_tokens // dims.block_size) * len(dims.groups)
+
+
+def _least_slots(dims: ModelDims, tile_tokens: int) -> int:
+    """Device slots that exact mode needs: the ring, and a block being filled in each layer."""
+    return _ring(dims, tile_tokens) + dims.layers
+
+
+def _suits(dims: ModelDims, tile_tokens: int, slots: int, host_slots: int) -> bool:
+    ring = _ring(dims, tile_tokens)
+    enough = slots >= _least_slots(dims, tile_tokens) and host_slots >= ring
+    return enough and ring * RING_SHARE_MAX <= min(slots, host_slots)
+
+
+def _top_k_slots(dims: ModelDims, top_k: TopK) -> int:
+    """Device slots that top-k mode needs; the ring is there for prefill, which is exact."""
+    return _least_slots(dims, SPAN_TOKENS) + dims.layers * top_k.cache_blocks(dims.block_size)
+
+
+def _top_k(dims: ModelDims, tokens: int, slots: int | None) -> TopK:
+    """The default k, or with ``slots`` the largest that fits. Raises ConfigError if none does."""
+    if slots is None:
+        return TopK(max(TOP_K_MIN, round(TOP_K_SHARE * dims.blocks_of(tokens))))
+    smallest = TopK(1)
+    need = _top_k_slots(dims, smallest)
+    if slots < need:
+        pinned = smallest.pinned_blocks(dims.block_size)
+        raise ConfigError(
+            f"--slots is {slots}; topk needs {need} for k = 1: two tiles of "
+            f"{_ring(dims, SPAN_TOKENS) // 2} blocks, and in each of {dims.layers} layers the one "
+            f"being filled, {pinned} that are always attended and {smallest.cache_factor} for each "
+            "of the k best"
+        )
+    return TopK(1 + (slots - need) // (dims.layers * smallest.cache_factor))
+
+
+def _check(value: int, need: int, name: str, purpose: str) -> None:
+    if value < need:
+        raise ConfigError(
+            f"{name} is {value}; {need} are needed: two tiles of {SPAN_TOKENS} tokens, {purpose}; "
+            f"give {name} {need} or more"
+        )
