@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,19 @@ class Rows:
     def filled(self) -> int:
         """Blocks that are full afterwards and were not before."""
         return (self.cache.length + self.count) // self.cache.pool.block_size - self.first_block
+
+    def parts(self, most_blocks: int) -> Iterator[Rows]:
+        """The rows in parts that fill at most ``most_blocks`` blocks each, in order.
+
+        To be appended one after the other: a part's blocks depend on the layer's length by then.
+        """
+        start = 0
+        while start < self.count:
+            size = self.cache.pool.block_size
+            room = (most_blocks + 1) * size - 1 - self.cache.length % size
+            stop = min(self.count, start + room)
+            yield Rows(self.cache, self.keys.rows(start, stop), self.values.rows(start, stop))
+            start = stop
 
 
 def enqueue_rows(

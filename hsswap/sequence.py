@@ -86,23 +86,30 @@ class Sequence:
         BF16 codes, any strides; they must stay unchanged until work enqueued later on the same
         stream is done (await an attend's ``done()``). Blocks that became full go to disk behind.
 
-        Raises ArgumentError for wrong arrays, OutOfBlocks when the store is full, OutOfSlots or the
-        error of a failed write when no host slot can become free. Nothing was changed then.
+        Raises ArgumentError for wrong arrays, OutOfBlocks when the store is full: nothing was
+        changed then. Raises OutOfSlots, or the error of a failed write, when no host slot can
+        become free; rows that fill more than a tile go in parts, and :meth:`layer_length` says how
+        many are in.
         """
         with self._exclusive("append"):
-            rows, filled = self._check_rows(layer, keys, values)
+            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
-            slots = await self._swap.prefetcher.reserve(filled)
-            with self._swap.lock:
-                self._enqueue_rows(rows, filled, slots, raw_stream)
+            for part in rows.parts(self._swap.config.tile_blocks):
+                filled = self._filled_by(part)
+                slots = await self._swap.prefetcher.reserve(filled)
+                with self._swap.lock:
+                    self._enqueue_rows(part, filled, slots, raw_stream)
 
     def try_append(
         self, layer: int, keys: object, values: object, *, stream: object | None = None
     ) -> bool:
         """Like :meth:`append`, from any thread, but False in place of waiting for host slots."""
         with self._swap.lock, self._exclusive("append"):
-            rows, filled = self._check_rows(layer, keys, values)
+            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
+            filled = self._filled_by(rows)
+            if len(filled.indices) > self._swap.config.tile_blocks:
+                return False
             slots = filled.pool.tier.take(
                 filled.group_layer, filled.indices, SlotState.DIRTY, needed=False
             )
@@ -227,8 +234,8 @@ class Sequence:
             raise ArgumentError(f"layer is {layer!r}; it must be 0 to {len(self._layers) - 1}")
         return self._layers[layer]
 
-    def _check_rows(self, layer: int, keys: object, values: object) -> tuple[Rows, Blocks]:
-        """Arguments of an append, and the blocks it will fill. Takes ids if more are needed."""
+    def _check_rows(self, layer: int, keys: object, values: object) -> Rows:
+        """Arguments of an append. Takes ids if more are needed."""
         cache = self._cache(layer)
         group = cache.pool.group
         count = _leading(keys, "keys")
@@ -245,9 +252,13 @@ class Sequence:
                 more = self._swap.allocate_ids(needed - len(self.ids), self.ids)
             self.ids = np.append(self.ids, more)
             self._indices = self.ids & np.int64(0xFFFFFFFF)
+        return rows
+
+    def _filled_by(self, rows: Rows) -> Blocks:
+        """The blocks that the rows fill."""
         first = rows.first_block
         indices = self._indices[first : first + rows.filled]
-        return rows, Blocks(cache.pool, layer, indices)
+        return Blocks(rows.cache.pool, rows.cache.layer, indices)
 
     def _enqueue_rows(self, rows: Rows, filled: Blocks, slots: I32, stream: Stream) -> None:
         swap, cache = self._swap, rows.cache

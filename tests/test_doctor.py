@@ -113,8 +113,8 @@ def test_every_probe_answers_where_files_are_missing(
     def absent(name: str, **more: object) -> object:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(doctor_probes.ctypes, "CDLL", absent)
-    monkeypatch.setattr(doctor_probes.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr("ctypes.CDLL", absent)
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
     checks = {check.name: check for check in doctor_probes.cuda()}
     assert checks["cuda driver"].state == MISSING
     assert checks["nvrtc"].state == MISSING

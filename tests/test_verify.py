@@ -89,12 +89,12 @@ def test_the_oracle_is_dense_causal_attention(group: LayerGroup) -> None:
 def test_pieces_of_rows_give_the_same_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     group = LayerGroup(1, 6, 2, 16)
     random = np.random.default_rng(6)
-    arrays = [codes(random, 40, heads, 16) for heads in (6, 2, 2, 6)]
+    q, k, v, out = (codes(random, 40, heads, 16) for heads in (6, 2, 2, 6))
     found = []
     for elements in (1, 500, 1 << 18):
         monkeypatch.setattr("hsswap.verify.PIECE_ELEMENTS", elements)
         verifier = AttentionVerifier(ModelDims((group,)))
-        verifier.record(0, *arrays)
+        verifier.record(0, q, k, v, out)
         found.append(verifier.check()[0].ours)
     assert found == pytest.approx([found[0]] * 3, rel=1e-12)
 
@@ -104,15 +104,15 @@ def test_top_k_is_compared_with_attention_over_what_was_chosen() -> None:
     random = np.random.default_rng(7)
     verifier = AttentionVerifier(ModelDims((group,), block_size=4))
     rows = 22  # five full blocks, and two tokens of the sixth
-    prompt = [codes(random, rows, heads, 16) for heads in (4, 2, 2)]
-    verifier.record(0, *prompt, np.zeros((rows, 4, 16), np.uint16))
+    q, k, v = (codes(random, rows, heads, 16) for heads in (4, 2, 2))
+    verifier.record(0, q, k, v, np.zeros((rows, 4, 16), np.uint16))
     verifier.check()
     queries, keys, values = (codes(random, 1, heads, 16) for heads in (4, 2, 2))
     chosen = np.array([[0, 3], [1, 4]], np.int32)
     left_out = {(0, 1), (0, 2), (0, 4), (1, 0), (1, 2), (1, 3)}
     hidden = {(head, 4 * block + i) for head, block in left_out for i in range(4)}
-    all_keys = np.concatenate((prompt[1], keys))
-    all_values = np.concatenate((prompt[2], values))
+    all_keys = np.concatenate((k, keys))
+    all_values = np.concatenate((v, values))
     expected = by_token(group, queries, all_keys, all_values, hidden)
     dense = by_token(group, queries, all_keys, all_values, set())
     out = from_float32(expected.astype(np.float32))
@@ -150,11 +150,11 @@ def test_a_failure_names_layer_step_and_error() -> None:
     group = LayerGroup(2, 2, 1, 8)
     random = np.random.default_rng(9)
     verifier = AttentionVerifier(ModelDims((group,)))
-    arrays = [codes(random, 5, heads, 8) for heads in (2, 1, 1)]
-    right = from_float32(by_token(group, *arrays, set()).astype(np.float32))
-    for step in range(2):
-        verifier.record(0, *arrays, right if step == 0 else np.zeros_like(right))
-        verifier.record(1, *arrays, right if step == 0 else np.zeros_like(right))
+    q, k, v = (codes(random, 5, heads, 8) for heads in (2, 1, 1))
+    right = from_float32(by_token(group, q, k, v, set()).astype(np.float32))
+    for out in (right, np.zeros_like(right)):
+        verifier.record(0, q, k, v, out)
+        verifier.record(1, q, k, v, out)
         verifier.check()
     assert verifier.summary.calls == 4
     assert verifier.summary.failures == 2
@@ -186,8 +186,9 @@ def test_the_bound_is_the_promise() -> None:
     group = LayerGroup(1, 2, 1, 8)
     random = np.random.default_rng(11)
     verifier = AttentionVerifier(ModelDims((group,)))
-    arrays = [codes(random, 4, heads, 8) for heads in (2, 1, 1)]
-    verifier.record(0, *arrays, from_float32(by_token(group, *arrays, set()).astype(np.float32)))
+    q, k, v = (codes(random, 4, heads, 8) for heads in (2, 1, 1))
+    out = from_float32(by_token(group, q, k, v, set()).astype(np.float32))
+    verifier.record(0, q, k, v, out)
     (errors,) = verifier.check()
     assert errors.bound == PROMISE_FACTOR * max(errors.reference, ERROR_FLOOR)
     assert replace(errors, ours=errors.bound).ok
