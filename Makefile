@@ -22,12 +22,13 @@ SLOTS ?= 256
 HOST_SLOTS ?= 256
 DEMO := build/demo
 
-# make bench: what to measure, with options, as in BENCH="attention --json"
-BENCH ?= io --quick
+# make bench: options of bench/decode_compare.py, as in BENCH="--slices 40"
+BENCH ?=
+BENCH_OUT ?= bench/results/decode_compare.json
 PYTEST_ARGS ?=
 
 help: ## list the targets
-	@echo "usage: make <target>     (variables: PYTHON=python3.12, PYTEST_ARGS='-k name', BENCH='io --json')"
+	@echo "usage: make <target>     (variables: PYTHON=python3.12, PYTEST_ARGS='-k name', BENCH='--slices 40')"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
 	  while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
 
@@ -65,8 +66,8 @@ soak: $(STAMP) ## the tests marked slow or soak
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(STAMP) ## measure: BENCH='io|attention|overlap|decode|predictor|rounds [options]'
-	$(BIN)/hsswap bench $(BENCH)
+bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to bench/results
+	$(BIN)/python bench/decode_compare.py --out $(BENCH_OUT) $(BENCH)
 
 fmt: $(STAMP) ## format, and fix what the linter can fix
 	$(BIN)/ruff format .

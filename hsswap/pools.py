@@ -17,6 +17,9 @@ from hsswap.tiers import I32, DeviceSlots, HostTier
 RING_REGIONS = 2
 """Tiles of the ring: one is attended while the next is gathered."""
 
+ANY_ROWS = 1 << 30
+"""More query rows than any attend has."""
+
 
 @dataclass(slots=True)
 class RingRegion:
@@ -43,18 +46,17 @@ class GroupPool:
         device_count = config.device_slots_of(index)
         host_count = config.host_slots_of(index)
         tile = config.tile_blocks
-        self.slots = DeviceSlots(device_count, RING_REGIONS * tile, group.kv_heads)
+        regions = 0 if device.reads_in_place(ANY_ROWS) else RING_REGIONS
+        self.slots = DeviceSlots(device_count, regions * tile, group.kv_heads)
         # Slots that stay out of the cache, for scans to stream through: half of them up to eight
         # tiles, so that one layer can be read while the one before is attended.
         window = max(2 * tile, min(8 * tile, host_count // 2))
-        self.tier = HostTier(
-            group.layers, config.capacity_blocks, host_count, window=window, reserve=tile
-        )
+        self.tier = HostTier(group.layers, config.capacity_blocks, host_count, window=window)
         self._kept_for_active = config.max_sequences * group.layers
         self._resident_quota = (self.slots.free_count - self._kept_for_active) // group.layers
         self._resident_in_layer = [0] * group.layers
         self.ring = [
-            RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(RING_REGIONS)
+            RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)
         ]
         self._next_region = 0
         self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)

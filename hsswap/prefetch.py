@@ -5,8 +5,8 @@ Everything runs on the event loop's thread; the tiers are touched under the swap
 * What is needed now is admitted in order of arrival, all of a tile's slots or none, so that no two
   attends can hold each other's slots for ever. A tile always fits, since the host tier holds two.
 * Blocks on their way join: a second asker waits for the first one's read.
-* Reading ahead takes only free slots, leaves a tile's worth to what is needed, and goes to the
-  backend behind it. A plan is replaced at every attend, so it never grows beyond two layers.
+* Reading ahead takes only free slots and goes to the backend behind what is needed. A plan is
+  replaced at every attend, so it never grows beyond two layers.
 * A cancelled load gives its leases back at once; the slots stay taken until their reads have ended.
 """
 
@@ -29,6 +29,10 @@ from hsswap.io.store import BlockStore
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
 from hsswap.tiers import I32, I64, SlotState
+
+
+READ_AHEAD_BYTES = 256 * 1024
+"""Reading ahead waits until this much has room: a submission costs as much as reading 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,12 @@ class Prefetcher:
         self._counters = counters
         self._waiters: deque[_Waiter] = deque()
         self._plans: dict[Hashable, deque[Blocks]] = {}
-        self._loads: dict[tuple[int, int], Load] = {}
+        self._load_of: dict[int, NDArray[np.object_]] = {}
         self._in_flight: set[Load] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._busy_since = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._pump_scheduled = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -174,6 +180,7 @@ class Prefetcher:
 
     def pump(self) -> None:
         """Admit who waits, then read ahead, as far as slots are free. Call when some became so."""
+        self._pump_scheduled = False
         with self._lock:
             while self._waiters:
                 waiter = self._waiters[0]
@@ -193,6 +200,12 @@ class Prefetcher:
         for future in changed:
             if not future.done():
                 future.set_result(None)
+
+    def pump_soon(self) -> None:
+        """:meth:`pump` once, after what the loop has at hand: many slots come free together."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self.pump)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, asked under the lock whenever slots may have changed."""
@@ -246,24 +259,27 @@ class Prefetcher:
             while plan:
                 blocks = plan[0]
                 tier = blocks.pool.tier
-                absent = tier.lookup(blocks.group_layer, blocks.indices) < 0
-                if absent.any():
-                    wanted = Blocks(blocks.pool, blocks.layer, blocks.indices[absent])
+                absent = blocks.indices[tier.lookup(blocks.group_layer, blocks.indices) < 0]
+                count = min(len(absent), tier.free_count)
+                if count < min(len(absent), READ_AHEAD_BYTES // blocks.pool.block_bytes):
+                    break  # too little room to be worth a submission yet
+                if count:
+                    part = Blocks(blocks.pool, blocks.layer, absent[:count])
                     slots = tier.take(
-                        blocks.group_layer, wanted.indices, SlotState.READING, needed=False
+                        blocks.group_layer, part.indices, SlotState.READING, needed=False
                     )
-                    if slots is None:
-                        break
-                    self._submit(wanted, slots, Priority.PREFETCH)
+                    assert slots is not None  # they are free
+                    self._submit(part, slots, Priority.PREFETCH)
+                if count < len(absent):
+                    plan[0] = Blocks(blocks.pool, blocks.layer, absent[count:])
+                    break
                 plan.popleft()
             if not plan:
                 del self._plans[owner]
 
     def _submit(self, blocks: Blocks, slots: I32, priority: Priority) -> None:
         load = Load(blocks.pool, slots, len(slots))
-        key = id(blocks.pool)
-        for slot in slots.tolist():
-            self._loads[key, slot] = load
+        self._table(blocks.pool)[slots] = load
         if not self._in_flight:
             self._busy_since = time.perf_counter()
         self._in_flight.add(load)
@@ -278,25 +294,29 @@ class Prefetcher:
 
     def _on_read(self, load: Load, positions: NDArray[np.int64], error: HsswapError | None) -> None:
         slots = load.slots[positions]
-        key = id(load.pool)
         with self._lock:
             load.pool.tier.finish_read(slots, ok=error is None)
-            for slot in slots.tolist():
-                del self._loads[key, slot]
-                if error is not None:
-                    load.failed[slot] = error
+            self._table(load.pool)[slots] = None
+            if error is not None:
+                load.failed.update(dict.fromkeys(slots.tolist(), error))
         load.remaining -= len(slots)
         if load.remaining == 0:
             self._in_flight.discard(load)
             if not self._in_flight:
                 self._counters.read_busy_s += time.perf_counter() - self._busy_since
             load.finished.set()
-            self.pump()
+            self.pump_soon()
 
     def _loads_of(self, pool: GroupPool, slots: I32) -> list[Load]:
-        key = id(pool)
         reading = slots[pool.tier.state[slots] == SlotState.READING]
-        return list({self._loads[key, slot]: None for slot in reading.tolist()})
+        return list(dict.fromkeys(self._table(pool)[reading].tolist()))
+
+    def _table(self, pool: GroupPool) -> NDArray[np.object_]:
+        """The load that each slot of a pool waits for."""
+        table = self._load_of.get(id(pool))
+        if table is None:
+            table = self._load_of[id(pool)] = np.full(pool.tier.slot_count, None)
+        return table
 
     def _release(self, pool: GroupPool, slots: I32, loads: list[Load]) -> None:
         lost = [slot for load in loads for slot in load.failed]

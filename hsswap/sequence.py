@@ -16,7 +16,7 @@ from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, tr
 from hsswap.driver.base import Event, Stream
 from hsswap.driver.tensor import tensor_of
 from hsswap.errors import ArgumentError, ClosedError, DeviceError
-from hsswap.exact import LayerCache, blocks_ahead, tile_tokens_for
+from hsswap.exact import LayerCache, blocks_ahead
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, SlotState
 from hsswap.topk import TopK, TopKLayer
@@ -313,16 +313,16 @@ class Sequence:
 
     def _ahead(self, query: Query) -> list[Blocks]:
         """What the rest of this attend and the next layer's will read, in that order."""
-        config, cache = self._swap.config, query.cache
+        cache = query.cache
         rows = query.queries.shape[0]
-        span = self._swap.device.span_tokens(cache.length)
-        tile_tokens = tile_tokens_for(span, config.tile_tokens)
         with self._swap.lock:
-            ahead = blocks_ahead(cache, self._indices, rows, tile_tokens, skip_tiles=1)
-            if config.look_ahead and self.top_k is None:
+            # The first tile's blocks are asked for as needed, at once.
+            start = self._swap.config.tile_blocks
+            ahead = [blocks_ahead(cache, self._indices, rows, start)]
+            if self._swap.config.look_ahead and self.top_k is None:
                 following = self._layers[(cache.layer + 1) % len(self._layers)]
-                ahead += blocks_ahead(following, self._indices, rows, tile_tokens)
-        return ahead
+                ahead.append(blocks_ahead(following, self._indices, rows))
+        return [blocks for blocks in ahead if len(blocks.indices)]
 
     @contextmanager
     def _ordered(self, stream: Stream) -> Iterator[None]:

@@ -248,7 +248,7 @@ class HighSpeedSwap:
         def release() -> None:
             with self.lock:
                 pool.tier.release(slots, scan=scan)
-            self.prefetcher.pump()
+            self.prefetcher.pump_soon()
 
         event.call_when_done(lambda: self.mailbox.post(release))
 
@@ -285,7 +285,7 @@ class HighSpeedSwap:
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.prefetcher = Prefetcher(self._store, self.lock, self.counters, self._starved)
         self.writes = WriteBehind(
-            self._store, self.lock, self.counters, self.mailbox, self.prefetcher.pump
+            self._store, self.lock, self.counters, self.mailbox, self.prefetcher.pump_soon
         )
 
     def _starved(self) -> HsswapError | None:

@@ -40,10 +40,9 @@ class HostTier:
     """Host slots of one layer group, and the table (layer, block index) -> slot.
 
     ``window``: slots kept out of the cache so that a scan always has buffers to stream through.
-    ``reserve``: free slots that reading ahead leaves to what is needed now.
     """
 
-    def __init__(self, layers: int, ids: int, slots: int, *, window: int, reserve: int) -> None:
+    def __init__(self, layers: int, ids: int, slots: int, *, window: int) -> None:
         self.slot_of = np.full((layers, ids), -1, np.int32)
         self.state = np.zeros(slots, np.int8)
         self.leases = np.zeros(slots, np.int32)
@@ -56,8 +55,6 @@ class HostTier:
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int32)
         self._free_count = slots
         self._cached_in_layer = np.zeros(layers, np.int64)
-        self._reserve = reserve
-        self._window = window
         self._quota = max(0, slots - window) // layers
         self._clock = 0
 
@@ -118,14 +115,13 @@ class HostTier:
     def take(self, layer: int, indices: I64, state: SlotState, *, needed: bool) -> I32 | None:
         """Slots for distinct blocks the tier does not hold, all or none.
 
-        What is ``needed`` now may push out blocks read ahead (the latest first), then cached ones
-        (least recently used first); reading ahead may not, and leaves the reserve free.
+        What is ``needed`` now may push out blocks read ahead (the latest first) and, while no lease
+        is held that will give room back soon, cached ones (least recently used first). Reading
+        ahead takes free slots only.
         """
         count = len(indices)
         short = count - self._free_count
-        if not needed and short + self._reserve > 0:
-            return None
-        if short > 0 and not self._evict(short):
+        if short > 0 and not (needed and self._evict(short)):
             return None
         self._free_count -= count
         slots = self._free[self._free_count : self._free_count + count][::-1].copy()
@@ -203,9 +199,11 @@ class HostTier:
 
     def _evict(self, count: int) -> bool:
         idle = np.flatnonzero((self.state == SlotState.CLEAN) & (self.leases == 0)).astype(np.int32)
+        ahead = self._ahead[idle]
+        if (self.leases > 0).any():
+            idle, ahead = idle[ahead], ahead[ahead]
         if len(idle) < count:
             return False
-        ahead = self._ahead[idle]
         stamp = self._stamp[idle]
         order = np.lexsort((np.where(ahead, -stamp, stamp), ~ahead))
         self._drop(idle[order[:count]])

@@ -17,7 +17,7 @@ from hsswap.errors import ConfigError
 from hsswap.generate import run_job
 from hsswap.interrupts import Interrupted, Interrupts
 from hsswap.models import Llama, PlainAttention
-from hsswap.planning import make_plan
+from hsswap.planning import best_tile, make_plan
 from hsswap.plot import PlotError, draw
 from hsswap.progress import Progress
 from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, TinyRun
@@ -234,6 +234,15 @@ def test_the_default_plan_is_an_eighth_of_the_cache(tiny: TinyRun) -> None:
     assert top_k.top_k is not None
     assert top_k.top_k.k == 4
     assert make_plan(replace(options, mode="topk"), dims, 8192).top_k == replace(top_k.top_k, k=15)
+
+
+@pytest.mark.parametrize(
+    ("slots", "host_slots", "tile_tokens"),
+    [(256, 256, 1024), (255, 256, 512), (256, 127, 256), (157, 1000, 512), (62, 32, 256)],
+)
+def test_tiles_leave_half_of_the_slots(slots: int, host_slots: int, tile_tokens: int) -> None:
+    dims = ModelDims.uniform(layers=30, q_heads=9, kv_heads=3, head_dim=64)
+    assert best_tile(dims, slots, host_slots) == tile_tokens
 
 
 @pytest.mark.parametrize("slots", [392, 451, 452, 2000])

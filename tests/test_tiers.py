@@ -19,7 +19,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostTier(LAYERS, IDS, SLOTS, window=4, reserve=2)
+        self.tier = HostTier(LAYERS, IDS, SLOTS, window=4)
         self.leases: list[np.ndarray] = []
         self.reading: list[int] = []
         self.writing: list[int] = []
@@ -113,7 +113,7 @@ def loaded(tier: HostTier, layer: int, indices: list[int], *, needed: bool = Tru
 
 
 def test_a_scan_keeps_only_its_quota() -> None:
-    tier = HostTier(1, 64, 16, window=10, reserve=2)
+    tier = HostTier(1, 64, 16, window=10)
     for start in range(0, 32, 4):
         got = tier.admit(0, np.arange(start, start + 4))
         assert got is not None
@@ -124,7 +124,7 @@ def test_a_scan_keeps_only_its_quota() -> None:
 
 
 def test_what_is_needed_pushes_out_what_was_read_ahead_before_what_is_cached() -> None:
-    tier = HostTier(1, 64, 8, window=4, reserve=1)
+    tier = HostTier(1, 64, 8, window=4)
     cached = tier.admit(0, np.arange(4))
     assert cached is not None
     tier.finish_read(cached[0], ok=True)
@@ -140,7 +140,7 @@ def test_what_is_needed_pushes_out_what_was_read_ahead_before_what_is_cached() -
 
 
 def test_leased_and_dirty_slots_are_never_given_up() -> None:
-    tier = HostTier(1, 64, 4, window=4, reserve=1)
+    tier = HostTier(1, 64, 4, window=4)
     got = tier.admit(0, np.arange(2))
     assert got is not None
     dirty = tier.take(0, np.array([7, 8]), SlotState.DIRTY, needed=True)
@@ -151,7 +151,7 @@ def test_leased_and_dirty_slots_are_never_given_up() -> None:
 
 
 def test_forget_drops_every_layer() -> None:
-    tier = HostTier(2, 8, 4, window=4, reserve=1)
+    tier = HostTier(2, 8, 4, window=4)
     loaded(tier, 0, [3])
     loaded(tier, 1, [3])
     tier.forget(np.array([3, 5]))

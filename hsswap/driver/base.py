@@ -168,6 +168,14 @@ class Device(Closeable):
         """
 
     @abstractmethod
+    def reads_in_place(self, rows: int) -> bool:
+        """Whether attention of so many query rows should read units where they lie in host slots.
+
+        False where the rows would read them more than once over a link: then they are gathered into
+        device slots first. Once True it is True for all fewer rows.
+        """
+
+    @abstractmethod
     def append(self, stream: Stream, work: AppendWork) -> None:
         """Copy an engine's rows of K and V into units, in device slots and host slots."""
 

@@ -186,7 +186,11 @@ def attend(work: AttendWork) -> AttendWork:
         _tensor(
             work.block_lse, "f32", (sequences, rows, heads, shape[2]), "block_lse", written=True
         )
-    slots = _indices(work.slots, shape, units, "slots", lowest=-1)
+    lowest = -1
+    if work.blocks is not None:
+        _same_layout(work.units, work.blocks)
+        lowest -= _pool(work.blocks, "blocks") * group.kv_heads
+    slots = _indices(work.slots, shape, units, "slots", lowest=lowest)
     return replace(work, lengths=lengths.copy(), slots=slots, positions=positions)
 
 

@@ -87,6 +87,9 @@ class HostDevice(Device):
         """256 for every length."""
         return SPAN_TOKENS
 
+    def reads_in_place(self, rows: int) -> bool:
+        return True  # one memory: a gather is a copy more
+
     def append(self, stream: Stream, work: AppendWork) -> None:
         """See :class:`AppendWork`."""
         self._enqueue(stream, "append", checks.append, host_ops.append, work)

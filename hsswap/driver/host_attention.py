@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from hsswap import bf16
 from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_memory import Scratch
+from hsswap.driver.host_ops import units_of_blocks
 from hsswap.driver.host_rows import F32, I64, RowTiles
 from hsswap.driver.operations import AttendWork, FinalizeWork
 
@@ -73,8 +74,9 @@ class _Spans:
             np.multiply(work.positions, size, out=start[..., :entries], dtype=np.int64)
             start = start.reshape(shape)
         slots = slots.reshape(shape)
-        if (slots < 0).any():
-            start = np.where(slots < 0, NOWHERE, start)
+        skipped = slots == -1
+        if skipped.any():
+            start = np.where(skipped, NOWHERE, start)
         return cls(slots, start, size)
 
     def is_seen(self, start: I64, end: I64) -> NDArray[np.bool_]:
@@ -219,11 +221,8 @@ def _widen(
     Tokens that no row of the call sees are zero: a NaN there would pass through a weight of 0.
     """
     units, group = call.work.units, call.work.units.group
-    memory = units.memory.array().view(np.uint16)
     slots = call.spans.slots[:, :, numbers]
-    taken = call.scratch.array("units", (*slots.shape, memory.shape[1]), np.uint16)
-    # -1 is clipped to slot 0; those tokens are zeroed below.
-    np.take(memory, slots, axis=0, out=taken, mode="clip")
+    taken = _take(call.work, slots, call.scratch)
     parts: list[F32] = []
     first = 0
     for name, dim in (("keys", group.head_dim), ("values", group.value_dim)):
@@ -242,6 +241,24 @@ def _widen(
         for part in parts:
             part[s, h, partial[span], token] = 0
     return parts[0], parts[1]
+
+
+def _take(work: AttendWork, slots: NDArray[np.int32], scratch: Scratch) -> NDArray[np.uint16]:
+    """The units of some slots ``[..., unit]``; undefined where the slot is -1."""
+    memory = work.units.memory.array().view(np.uint16)
+    taken: NDArray[np.uint16] = scratch.array("units", (*slots.shape, memory.shape[1]), np.uint16)
+    in_place = slots < -1
+    if work.blocks is None or not in_place.any():
+        # -1 is clipped to slot 0.
+        np.take(memory, slots, axis=0, out=taken, mode="clip")
+        return taken
+    held = np.flatnonzero(slots >= 0)
+    flat = taken.reshape(-1, memory.shape[1])
+    flat[held] = memory[slots.ravel()[held]]
+    away = np.flatnonzero(in_place)
+    host_slot, head = np.divmod(-2 - slots.ravel()[away], work.units.group.kv_heads)
+    flat[away] = units_of_blocks(work.blocks).view(np.uint16)[host_slot, head]
+    return taken
 
 
 def _fold(call: _Call, tile: slice, numbers: I64, keys: F32, values: F32) -> None:

@@ -43,7 +43,7 @@ def _unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]
     )
 
 
-def _heads_view(pool: BlockPool) -> NDArray[np.uint8]:
+def units_of_blocks(pool: BlockPool) -> NDArray[np.uint8]:
     """The units of a pool of blocks, ``[slots, H, unit_bytes]``."""
     heads = pool.group.kv_heads
     return pool.memory.array()[:, : heads * pool.unit_bytes].reshape(-1, heads, pool.unit_bytes)
@@ -51,7 +51,7 @@ def _heads_view(pool: BlockPool) -> NDArray[np.uint8]:
 
 def _block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """K ``[slots, H, T, dk]`` and V ``[slots, H, T, dv]`` of a pool of blocks."""
-    memory = _heads_view(pool).view(np.uint16)
+    memory = units_of_blocks(pool).view(np.uint16)
     shape = (*memory.shape[:2], pool.block_size)
     keys = pool.block_size * pool.group.head_dim
     values = pool.block_size * pool.group.value_dim
@@ -82,7 +82,7 @@ def append(work: AppendWork, scratch: Scratch) -> None:
 
 def gather(work: GatherWork, scratch: Scratch) -> None:
     """Copy units out of host slots into device slots."""
-    source, target = _heads_view(work.blocks), work.units.memory.array()
+    source, target = units_of_blocks(work.blocks), work.units.memory.array()
     step = max(1, MOVE_BYTES // work.units.unit_bytes)
     for first in range(0, len(work.heads), step):
         part = slice(first, first + step)
@@ -91,7 +91,7 @@ def gather(work: GatherWork, scratch: Scratch) -> None:
 
 def scatter(work: ScatterWork, scratch: Scratch) -> None:
     """Copy units of device slots into host slots."""
-    source, target = work.units.memory.array(), _heads_view(work.blocks)
+    source, target = work.units.memory.array(), units_of_blocks(work.blocks)
     step = max(1, MOVE_BYTES // work.units.unit_bytes)
     for first in range(0, len(work.heads), step):
         part = slice(first, first + step)

@@ -63,6 +63,14 @@ class BlockPool:
         return -(-units // DISK_ALIGNMENT) * DISK_ALIGNMENT
 
 
+def host_unit(host_slots: I32, heads: I32, kv_heads: int) -> I32:
+    """Slot-table entries for units of host slots, which attention reads where they are.
+
+    Entries from 0 up are device slots and -1 is none; -2 and below count the host units down.
+    """
+    return np.int32(-2) - (host_slots * np.int32(kv_heads) + heads)
+
+
 @dataclass(frozen=True, slots=True)
 class AppendWork:
     """Rows of K and V into units.
@@ -126,10 +134,11 @@ class AttendWork:
 
     ``queries`` ``[S, R, Q, dk]`` BF16. ``lengths`` ``[S]`` int64: tokens that the *last* row sees;
     row r sees ``lengths - (R - 1 - r)``, none if that is not positive, and with a window only the
-    last ``window`` of them. ``slots`` ``[S, H, B]`` int32 into ``units``; ``positions``
-    ``[S, H, B]`` int32 is each entry's logical block number, so entry b holds tokens
-    ``position * T ...``; an entry with slot -1 is skipped. None: entry b is block
-    ``first_block + b``, and ``first_block`` must be the first of a span.
+    last ``window`` of them. ``slots`` ``[S, H, B]`` int32 into ``units``, or, where ``blocks`` is
+    given, into host slots read in place (:func:`host_unit`); ``positions`` ``[S, H, B]`` int32 is
+    each entry's logical block number, so entry b holds tokens ``position * T ...``; an entry with
+    slot -1 is skipped. None: entry b is block ``first_block + b``, and ``first_block`` must be the
+    first of a span.
 
     Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
     ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
@@ -149,6 +158,7 @@ class AttendWork:
     state: AttentionState
     begin: bool
     block_lse: Tensor | None = None
+    blocks: BlockPool | None = None
 
 
 @dataclass(frozen=True, slots=True)
