@@ -20,7 +20,7 @@ from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver import open_device
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.tensor import tensor_in
-from hsswap.errors import ClosedError, ConfigError, HsswapError
+from hsswap.errors import ClosedError, ConfigError, HsswapError, OutOfSlots
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
 from hsswap.loop import Mailbox
@@ -120,12 +120,17 @@ class HighSpeedSwap:
     def sequence(self, *, top_k: TopK | None = None) -> Sequence:
         """A new, empty sequence. ``top_k`` None: exact mode.
 
-        Raises OutOfSlots when device slots are too few (with the number needed), ConfigError for
-        top-k without a predictor, ClosedError.
+        Raises OutOfSlots when ``max_sequences`` are open or device slots are too few for top-k
+        (with the number needed), ConfigError for top-k without a predictor, ClosedError.
         """
         with self.lock:
             if self.closed:
                 raise ClosedError("the swap is closed; open a new one")
+            if len(self._sequences) >= self.config.max_sequences:
+                raise OutOfSlots(
+                    f"{len(self._sequences)} sequences are open, as many as max_sequences; close "
+                    f"one, or raise it: each needs {self.config.dims.layers} device slots"
+                )
             if top_k is not None and self.config.predictor is None:
                 raise ConfigError("top-k needs a predictor; set SwapConfig.predictor")
             sequence = Sequence(self, self._next_number, top_k)

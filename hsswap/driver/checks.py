@@ -201,6 +201,16 @@ def finalize(work: FinalizeWork) -> FinalizeWork:
     _state(work.state, shape[:3], shape[3])
     if work.lse is not None:
         _tensor(work.lse, "f32", shape[:3], "lse", written=True)
+    if work.block_mass is not None:
+        if work.block_lse is None:
+            raise ArgumentError("block_mass needs block_lse, which attend writes")
+        heads, blocks = _rank(work.block_mass, 3, "block_mass")[1:]
+        _require(
+            heads >= 1 and shape[2] % heads == 0,
+            f"block_mass has {heads} KV heads for {shape[2]} query heads",
+        )
+        _tensor(work.block_lse, "f32", (*shape[:3], blocks), "block_lse")
+        _tensor(work.block_mass, "f32", (shape[0], heads, blocks), "block_mass", written=True)
     return work
 
 

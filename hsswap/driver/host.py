@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hsswap.config import SPAN_TOKENS
-from hsswap.driver import checks, host_attention, host_ops, host_select
+from hsswap.driver import checks, host_attention, host_finalize, host_ops, host_select
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_stream import HostStream
@@ -108,7 +108,7 @@ class HostDevice(Device):
 
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
         """See :class:`FinalizeWork`."""
-        self._enqueue(stream, "finalize", checks.finalize, host_attention.finalize, work)
+        self._enqueue(stream, "finalize", checks.finalize, host_finalize.finalize, work)
 
     def encode(self, stream: Stream, work: EncodeWork) -> None:
         """See :class:`EncodeWork`."""

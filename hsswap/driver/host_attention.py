@@ -28,7 +28,7 @@ from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
 from hsswap.driver.host_rows import F32, I64, RowTiles
-from hsswap.driver.operations import AttendWork, FinalizeWork
+from hsswap.driver.operations import AttendWork
 
 # Elements of K and V widened at a time (4 MiB) and of logits (1 MiB). The second-level cache holds
 # 1 MiB a core and the third 32 MiB; half and double are within 5 %.
@@ -372,13 +372,3 @@ def _accumulate(state: _State, maximum: F32, sums: F32) -> None:
 def _ends(indices: NDArray[np.intp]) -> tuple[int, int]:
     """The least range that holds all indices, which ascend; 0, 0 if there are none."""
     return (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
-
-
-def finalize(work: FinalizeWork, scratch: Scratch) -> None:
-    """Divide by the sum and round to BF16; rows that saw nothing are 0."""
-    total = work.state.total.array()
-    weighted: NDArray[Any] = work.state.weighted.array()
-    out = np.where(total[..., None] == 0, np.float32(0), weighted / total[..., None])
-    work.out.array()[...] = bf16.from_float32(out)
-    if work.lse is not None:
-        work.lse.array()[...] = work.state.maximum.array() + np.log(total)
