@@ -1,0 +1,92 @@
+"""What the launch code of an operation may ask of a CUDA device.
+
+``cuda.CudaDevice`` keeps this contract; ``cuda_operations`` and ``cuda_attention`` are written
+against it. An operation's launch code gets a *checked* record whose index arrays are copies and
+whose tensors the device can all reach (device memory, or mapped host memory under one address):
+it uploads the index arrays, packs one parameter struct and launches. It never waits, never
+allocates, and never touches the current context: the device has made its own current.
+
+A kernel is ``extern "C" __global__ void NAME(const __grid_constant__ Params p)``: one struct by
+value, at most 4,000 bytes, packed by :mod:`struct` with explicit padding. Sources are in
+``hsswap/ptx``; the table in ``hsswap/ptx/__init__.py`` says which file and entry a kernel is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Stream
+
+
+class Grid(NamedTuple):
+    """Blocks of a grid, or threads of a block, in x, y, z."""
+
+    x: int
+    y: int = 1
+    z: int = 1
+
+
+class Launcher(Protocol):
+    """The part of ``CudaDevice`` that launch code uses."""
+
+    arch: str
+    """``"sm_90a"``: what the kernels are compiled for."""
+
+    compute_capability: tuple[int, int]
+    sm_count: int
+    shared_bytes_limit: int
+    """Bytes of dynamic shared memory that a thread block may ask for (227 KiB on sm_90)."""
+
+    def launch(
+        self,
+        stream: Stream,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        grid: Grid,
+        block: Grid,
+        shared_bytes: int,
+        params: bytes,
+        *,
+        cluster: int = 1,
+    ) -> None:
+        """Launch a kernel of the table on ``stream``.
+
+        ``constants`` become -D options; each set of them is a module of its own, compiled at its
+        first use (some 0.3 s; 1 ms from the cache on disk) and kept: call :meth:`prepare` earlier
+        where that matters. A grid with no block is no launch. ``cluster``: thread blocks of a
+        cluster, in x. Raises DeviceError.
+        """
+
+    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
+        """Compile and load what :meth:`launch` would; blocks. Any thread may call it."""
+
+    def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
+        """Make an index array readable for the kernels that this stream launches next.
+
+        Returns its address, aligned to 16 bytes, valid until the operation's kernels have run.
+        Never waits: the bytes go through a pinned ring, whose places are used again only after the
+        event behind their last reader. ``direct``: kernels read the ring itself over the link
+        (best for short lists that are read once); else a copy in device memory is made.
+        """
+
+    def workspace(self, stream: Stream, nbytes: int) -> int:
+        """Address of device memory of this stream, aligned to 256 bytes, kept between launches.
+
+        Zero when first given out; it may move when a larger one is asked for, and is zero again
+        then. Kernels must leave zero what they expect to be zero (counters). All operations of a
+        stream share it, one after the other: only what every user leaves zero may be relied on, so
+        keep counters in the first 64 KiB and leave them zero; nothing else there survives.
+        """
+
+    def max_active_clusters(
+        self,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        block: Grid,
+        shared_bytes: int,
+        cluster: int,
+    ) -> int:
+        """How many clusters run at a time (cuOccupancyMaxActiveClusters), remembered."""
