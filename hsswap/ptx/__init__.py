@@ -1,33 +1,21 @@
 """The kernels: CUDA C++ sources that NVRTC compiles, and the table that names them.
 
-A kernel's *constants* become ``-D`` options; every set of constants is a module of its own.
+A kernel's *constants* become ``-D`` options; every set of constants is a module of its own. Files
+include ``common.cuh`` of this folder and, only where they must, CUDA headers in angle brackets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from hsswap.ptx.attention_table import ATTENTION_KERNELS
+from hsswap.ptx.kernel import Constants, Kernel
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel: ``file`` in this folder, ``entry`` its ``extern "C"`` name.
+__all__ = ["KERNELS", "Constants", "Kernel", "source"]
 
-    ``constants``: the names it needs as -D options, in the order of their meaning in the file.
-    ``no_spills``: ptxas must report neither spills nor a stack frame (a test checks). ``examples``:
-    values of the constants that tests compile it with.
-    """
-
-    file: str
-    entry: str
-    constants: tuple[str, ...] = ()
-    no_spills: bool = False
-    examples: tuple[tuple[int, ...], ...] = ((),)
-
-
-KERNELS: dict[str, Kernel] = {}
-"""By name. An operation may use several."""
+KERNELS: dict[str, Kernel] = {**ATTENTION_KERNELS}
+"""By name."""
 
 
 @cache
