@@ -80,11 +80,13 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                 if work.finished:
                     return _finish(swap, query, work, state)
                 blocks = work.needs()
+                swap.check_open()
             if len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
                 continue
             loaded = await swap.prefetcher.load(blocks)
             with swap.lock:
+                swap.check_open()
                 swap.counters.misses += loaded.missed
                 swap.counters.host_hits += len(loaded.slots) - loaded.missed
                 work.enqueue(loaded)
@@ -124,6 +126,7 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
             loaded = await swap.prefetcher.load(blocks)
             missed += loaded.missed
             with swap.lock:
+                swap.check_open()
                 layer.enqueue_gather(device, stream, choice, part, loaded.slots)
                 swap.release_after(stream.record(), cache.pool, loaded.slots, scan=False)
     except BaseException:
@@ -133,6 +136,7 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
     left_out = choice.left_out.array().copy()
     group = cache.pool.group
     with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
+        swap.check_open()
         layer.enqueue_attend(
             device,
             stream,

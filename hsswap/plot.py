@@ -89,9 +89,9 @@ def _picture(steps: Sequence[Step], title: str) -> bytes:
     above.set_title(title, fontsize=11, loc="left")
 
     rates = [step.hit_rate for step in steps]
-    below.plot(tokens, rates, color=RATE, linewidth=1.4)
+    below.plot(tokens, rates, color=RATE, linewidth=1.4, clip_on=False)  # 100 % is on the edge
     below.set_ylabel("hit rate")
-    below.set_ylim(min([0.9, *rates]) - 0.02, 1.02)
+    below.set_ylim(min([0.9, *rates]) - 0.02, 1.0)
     below.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     below.yaxis.set_major_locator(MaxNLocator(4))
     below.set_xlabel("generated token")

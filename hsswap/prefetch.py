@@ -222,15 +222,14 @@ class Prefetcher:
         for load in list(self._in_flight):
             await load.finished.wait()
 
-    async def close(self) -> None:
-        """Refuse what waits, drop the plans, wait for reads in flight."""
+    def close(self) -> None:
+        """Refuse what waits, drop the plans. Reads in flight go on; :meth:`settle` waits."""
         self._closed = True
         self._plans.clear()
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.turn.done():
                 waiter.turn.set_exception(ClosedError("the swap was closed during the call"))
-        await self.settle()
 
     async def _take_turn(self, admit: Callable[[], bool], undo: Callable[[], None]) -> None:
         """Wait in line until ``admit`` succeeds; ``undo`` it if the caller was cancelled then."""

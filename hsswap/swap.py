@@ -124,8 +124,7 @@ class HighSpeedSwap:
         (with the number needed), ConfigError for top-k without a predictor, ClosedError.
         """
         with self.lock:
-            if self.closed:
-                raise ClosedError("the swap is closed; open a new one")
+            self.check_open()
             if len(self._sequences) >= self.config.max_sequences:
                 raise OutOfSlots(
                     f"{len(self._sequences)} sequences are open, as many as max_sequences; close "
@@ -144,8 +143,7 @@ class HighSpeedSwap:
         Raises the error of a block that could not be written; it stays in memory and is tried again
         at the next flush.
         """
-        if self.closed:
-            raise ClosedError("the swap is closed; open a new one")
+        self.check_open()
         await self.writes.flush()
 
     def statistics(self) -> SwapStatistics:
@@ -179,22 +177,30 @@ class HighSpeedSwap:
 
         Calls still waiting get ClosedError. Twice is fine.
         """
-        if self.closed:
-            return
-        self.closed = True
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
         async with AsyncExitStack() as last:
-            # Run in reverse: reads end, launches end, writes end, then what they used is freed.
+            # In reverse: launches end, then I/O (the store ends also what never answers), then what
+            # they report is taken in, and last the memory they used is freed.
             last.push_async_callback(asyncio.to_thread, self.device.close)
             last.push_async_callback(asyncio.to_thread, self._free)
-            last.push_async_callback(self._store.close)
             last.callback(self.mailbox.close)
             last.push_async_callback(self.writes.settle)
+            last.push_async_callback(self.prefetcher.settle)
+            last.push_async_callback(self._store.close)
             for sequence in self._sequences.values():
                 last.push_async_callback(sequence.quiet)
-            last.push_async_callback(self.prefetcher.close)
+            last.callback(self.prefetcher.close)
         self._sequences.clear()
 
     # What follows is for the other files of this room.
+
+    def check_open(self) -> None:
+        """Raise ClosedError once closing has begun: no work may be enqueued any more."""
+        if self.closed:
+            raise ClosedError("the swap is closed; open a new one")
 
     def pool_of(self, layer: int) -> GroupPool:
         """The slots of a layer's group."""

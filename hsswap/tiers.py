@@ -70,7 +70,8 @@ class HostTier:
 
     def lookup(self, layer: int, indices: I64) -> I32:
         """The slot of each block, -1 where the tier does not hold it."""
-        return self.slot_of[layer, indices]
+        slots: I32 = self.slot_of[layer, indices]
+        return slots
 
     def is_loaded(self, slots: I32) -> bool:
         """Whether every slot's bytes are there (none is still being read)."""
@@ -100,15 +101,11 @@ class HostTier:
         """
         slots = self.slot_of[layer, indices]
         absent = slots < 0
-        present = slots[~absent]
-        self.leases[present] += 1  # keeps them from making room for the absent ones
         if absent.any():
-            taken = self.take(layer, indices[absent], SlotState.READING, needed=True)
-            if taken is None:
-                self.leases[present] -= 1
+            present = slots[~absent]  # these must not make room for the absent ones
+            if not self._make_room(int(absent.sum()), present):
                 return None
-            slots[absent] = taken
-        self.leases[present] -= 1
+            slots[absent] = self._fill(layer, indices[absent], SlotState.READING, ahead=False)
         self.lease(slots)
         return slots, absent
 
@@ -119,20 +116,12 @@ class HostTier:
         is held that will give room back soon, cached ones (least recently used first). Reading
         ahead takes free slots only.
         """
-        count = len(indices)
-        short = count - self._free_count
-        if short > 0 and not (needed and self._evict(short)):
+        if needed:
+            if not self._make_room(len(indices), indices[:0]):
+                return None
+        elif len(indices) > self._free_count:
             return None
-        self._free_count -= count
-        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
-        self.state[slots] = state
-        self.layer_of[slots] = layer
-        self.index_of[slots] = indices
-        self.slot_of[layer, indices] = slots
-        self._ahead[slots] = not needed
-        self._clock += 1
-        self._stamp[slots] = self._clock
-        return slots
+        return self._fill(layer, indices, state, ahead=not needed)
 
     def finish_read(self, slots: I32, *, ok: bool) -> None:
         """The bytes are there, or did not come and the slots are free again."""
@@ -197,17 +186,36 @@ class HostTier:
         self._free[self._free_count : self._free_count + count] = slots
         self._free_count += count
 
-    def _evict(self, count: int) -> bool:
-        idle = np.flatnonzero((self.state == SlotState.CLEAN) & (self.leases == 0)).astype(np.int32)
-        ahead = self._ahead[idle]
+    def _fill(self, layer: int, indices: I64, state: SlotState, *, ahead: bool) -> I32:
+        """Free slots, as many as there are indices, given to these blocks."""
+        count = len(indices)
+        self._free_count -= count
+        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self.state[slots] = state
+        self.layer_of[slots] = layer
+        self.index_of[slots] = indices
+        self.slot_of[layer, indices] = slots
+        self._ahead[slots] = ahead
+        self._clock += 1
+        self._stamp[slots] = self._clock
+        return slots
+
+    def _make_room(self, count: int, spare: NDArray[np.integer]) -> bool:
+        """Have ``count`` slots free, pushing out others but those of ``spare``; False: not now."""
+        short = count - self._free_count
+        if short <= 0:
+            return True
+        candidates = (self.state == SlotState.CLEAN) & (self.leases == 0)
+        candidates[spare] = False
         if (self.leases > 0).any():
-            idle, ahead = idle[ahead], ahead[ahead]
-        if len(idle) < count:
+            candidates &= self._ahead
+        idle = np.flatnonzero(candidates).astype(np.int32)
+        if len(idle) < short:
             return False
-        stamp = self._stamp[idle]
+        ahead, stamp = self._ahead[idle], self._stamp[idle]
         order = np.lexsort((np.where(ahead, -stamp, stamp), ~ahead))
-        self._drop(idle[order[:count]])
-        self.evictions += count
+        self._drop(idle[order[:short]])
+        self.evictions += short
         return True
 
     def check(self) -> None:

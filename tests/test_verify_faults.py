@@ -80,6 +80,9 @@ class ShiftBeyond(HostDevice):
 class Stale(HostDevice):
     """A gather that leaves one unit as it was: what an earlier tile or layer had there."""
 
+    def reads_in_place(self, rows: int) -> bool:
+        return False
+
     def gather(self, stream: Stream, work: GatherWork) -> None:
         kept = slice(1, None) if len(work.heads) > 1 else slice(None)
         super().gather(
@@ -94,13 +97,13 @@ class Stale(HostDevice):
 
 
 class OtherBlock(HostDevice):
-    """A gather that serves one block in place of another: two entries name one host slot."""
+    """One block served in place of its neighbour, wherever the two are."""
 
-    def gather(self, stream: Stream, work: GatherWork) -> None:
-        host_slots = work.host_slots.copy()
-        if len(host_slots) > 1:
-            host_slots[0] = host_slots[1]
-        super().gather(stream, replace(work, host_slots=host_slots))
+    def attend(self, stream: Stream, work: AttendWork) -> None:
+        slots = work.slots.copy()
+        if work.first_block == 0:
+            slots[:, :, 5] = slots[:, :, 6]
+        super().attend(stream, replace(work, slots=slots))
 
 
 FAULTS = [Drop, DropLate, ExchangeHeads, ExchangeLast, Shift, ShiftBeyond, Stale, OtherBlock]

@@ -47,6 +47,9 @@ def select(work: SelectWork, scratch: Scratch) -> None:
 
 def _open_cache(work: SelectWork, blocks: int) -> _Cache:
     owner = work.cache.owner.array()
+    if work.step == 0:
+        owner[...] = -1
+        work.cache.mass.array()[...] = 0
     # A sequence that was cut back may leave owners past its last block; they are mere victims.
     width = max(blocks, int(owner.max(initial=-1)) + 1)
     place_of = np.full((len(owner), width), -1, np.int64)
