@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from hsswap import __version__
+from hsswap.commands.decoding import SwapAttention, dims_of, must_read_blocks
+from hsswap.commands.planning import best_tile
 from hsswap.config import SwapConfig
-from hsswap.decoding import SwapAttention, dims_of, must_read_blocks
 from hsswap.metrics import SwapStatistics
 from hsswap.models import (
     Attention,
@@ -42,7 +43,6 @@ from hsswap.models import (
     default_model_path,
     open_gguf,
 )
-from hsswap.planning import best_tile
 from hsswap.sync import BlockingSwap, blocking
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -55,9 +55,7 @@ class GroupPool:
         self._kept_for_active = config.max_sequences * group.layers
         self._resident_quota = (self.slots.free_count - self._kept_for_active) // group.layers
         self._resident_in_layer = [0] * group.layers
-        self.ring = [
-            RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)
-        ]
+        self.ring = [RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)]
         self._next_region = 0
         self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)
         try:

@@ -30,7 +30,6 @@ from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
 from hsswap.tiers import I32, I64, SlotState
 
-
 READ_AHEAD_BYTES = 256 * 1024
 """Reading ahead waits until this much has room: a submission costs as much as reading 64 KiB."""
 

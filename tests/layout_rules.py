@@ -34,25 +34,7 @@ API = (
     "writeback",
 )
 BELOW_API = (*PLAIN, "io", "driver", "ptx", *DECIDING, *WAITING)
-COMMANDS = (
-    "__main__",
-    "bench",
-    "decoding",
-    "doctor",
-    "doctor_args",
-    "doctor_probes",
-    "doctor_selftest",
-    "engine",
-    "generate",
-    "generate_args",
-    "integrations",
-    "interrupts",
-    "planning",
-    "plot",
-    "progress",
-    "report",
-    "verify",
-)
+COMMANDS = ("__main__", "bench", "commands", "engine", "integrations")
 EVERYTHING = ("", *BELOW_API, *API, "rounds", "models", *COMMANDS)
 
 ROOMS: dict[str, tuple[str, ...]] = {

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from hsswap.__main__ import make_parser
+from hsswap.commands.generate import Job, run_job
+from hsswap.commands.generate_args import GenerateOptions
+from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.report import Report
 from hsswap.driver.base import Device
 from hsswap.errors import VerifyError
-from hsswap.generate import Job, run_job
-from hsswap.generate_args import GenerateOptions
-from hsswap.interrupts import Interrupts
 from hsswap.models import Llama
-from hsswap.report import Report
 from tests.models.tiny_llama import Tiny, tiny_weights, write_tiny
 
 PROJECT = Path(__file__).resolve().parents[1]

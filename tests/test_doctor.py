@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hsswap import doctor_probes
 from hsswap.__main__ import main
-from hsswap.doctor import examine, line_of, run_probe
-from hsswap.doctor_probes import DEGRADED, MISSING, OK, Check
-from hsswap.doctor_selftest import attention, store
+from hsswap.commands import doctor_probes
+from hsswap.commands.doctor import examine, line_of, run_probe
+from hsswap.commands.doctor_probes import DEGRADED, MISSING, OK, Check
+from hsswap.commands.doctor_selftest import attention, store
 from hsswap.errors import CorruptBlock
 from hsswap.io.store import BlockStore
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from hsswap.__main__ import main
+from hsswap.commands.decoding import Step, count_agreeing, dims_of, must_read_blocks
+from hsswap.commands.generate import run_job
+from hsswap.commands.interrupts import Interrupted, Interrupts
+from hsswap.commands.planning import best_tile, make_plan
+from hsswap.commands.plot import PlotError, draw
+from hsswap.commands.progress import Progress
 from hsswap.config import ModelDims
-from hsswap.decoding import Step, count_agreeing, dims_of, must_read_blocks
 from hsswap.errors import ConfigError
-from hsswap.generate import run_job
-from hsswap.interrupts import Interrupted, Interrupts
 from hsswap.models import Llama, PlainAttention
-from hsswap.planning import best_tile, make_plan
-from hsswap.plot import PlotError, draw
-from hsswap.progress import Progress
 from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, TinyRun
 
 JSON_KEYS = [

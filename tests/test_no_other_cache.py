@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hsswap.decoding import SwapAttention
+from hsswap.commands.decoding import SwapAttention
 from hsswap.driver.base import Buffer
 from hsswap.models import Llama
 from hsswap.sync import BlockingSequence, BlockingSwap, blocking

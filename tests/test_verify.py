@@ -10,9 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hsswap.bf16 import from_float32, to_float32
-from hsswap.config import LayerGroup, ModelDims
-from hsswap.errors import ArgumentError
-from hsswap.verify import (
+from hsswap.commands.verify import (
     ERROR_FLOOR,
     PROMISE_FACTOR,
     AttentionVerifier,
@@ -22,6 +20,8 @@ from hsswap.verify import (
     round_to_bf16,
     widen,
 )
+from hsswap.config import LayerGroup, ModelDims
+from hsswap.errors import ArgumentError
 
 U16 = NDArray[np.uint16]
 F64 = NDArray[np.float64]
@@ -92,7 +92,7 @@ def test_pieces_of_rows_give_the_same_as_one(monkeypatch: pytest.MonkeyPatch) ->
     q, k, v, out = (codes(random, 40, heads, 16) for heads in (6, 2, 2, 6))
     found = []
     for elements in (1, 500, 1 << 18):
-        monkeypatch.setattr("hsswap.verify.PIECE_ELEMENTS", elements)
+        monkeypatch.setattr("hsswap.commands.verify.PIECE_ELEMENTS", elements)
         verifier = AttentionVerifier(ModelDims((group,)))
         verifier.record(0, q, k, v, out)
         found.append(verifier.check()[0].ours)

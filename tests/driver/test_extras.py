@@ -43,9 +43,7 @@ def test_block_mass_is_the_share_of_the_attention(rig: Rig, group: LayerGroup) -
             block_lse,
         ),
     )
-    rig.device.finalize(
-        rig.stream, FinalizeWork(state, out, block_lse=block_lse, block_mass=mass)
-    )
+    rig.device.finalize(rig.stream, FinalizeWork(state, out, block_lse=block_lse, block_mass=mass))
     rig.stream.synchronize()
     heads = oracle.Heads(group.group_size, group.logit_scale)
     wanted = oracle.attend(queries[0], cache.keys[0], cache.values[0], length, heads)
@@ -129,7 +127,17 @@ def test_host_units_need_their_pool_and_stay_inside_it(rig: Rig) -> None:
         slots = np.full_like(cache.slots, entry)
         lengths = np.array([64], np.int64)
         return AttendWork(
-            queries, lengths, cache.units, slots, 0, None, 16, state, True, None, pool  # type: ignore[arg-type]
+            queries,
+            lengths,
+            cache.units,
+            slots,
+            0,
+            None,
+            16,
+            state,
+            True,
+            None,
+            pool,  # type: ignore[arg-type]
         )
 
     last = int(host_unit(np.int32(4), np.int32(1), 2))  # type: ignore[arg-type]

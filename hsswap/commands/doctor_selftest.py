@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.bf16 import U16, from_float32
+from hsswap.commands.doctor_probes import MISSING, OK, Check
+from hsswap.commands.verify import AttentionVerifier
 from hsswap.config import ModelDims, SwapConfig
-from hsswap.doctor_probes import MISSING, OK, Check
 from hsswap.driver.host import HostDevice
 from hsswap.errors import HsswapError
 from hsswap.io.store import BlockStore
 from hsswap.sync import blocking
-from hsswap.verify import AttentionVerifier
 
 DIMS = ModelDims.uniform(layers=1, q_heads=6, kv_heads=2, head_dim=64)
 TOKENS = 700  # two spans and a part of a third, the last block ragged

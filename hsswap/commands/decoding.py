@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hsswap.bf16 import U16
+from hsswap.commands.verify import AttentionVerifier
 from hsswap.config import ModelDims, SwapConfig
 from hsswap.metrics import SwapStatistics
 from hsswap.models import Llama, LlamaConfig, PlainAttention
 from hsswap.sync import BlockingSequence, BlockingSwap
-from hsswap.verify import AttentionVerifier
 
 
 def _nothing() -> None:

@@ -8,11 +8,16 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO
 
-from hsswap.decoding import Decoder, Run, SwapAttention, count_agreeing, dims_of
+from hsswap.commands.decoding import Decoder, Run, SwapAttention, count_agreeing, dims_of
+from hsswap.commands.generate_args import GenerateOptions, read_prompt
+from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.planning import Plan, make_plan
+from hsswap.commands.plot import check_plot, draw
+from hsswap.commands.progress import Progress
+from hsswap.commands.report import Report
+from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, VerifyError
-from hsswap.generate_args import GenerateOptions, read_prompt
-from hsswap.interrupts import Interrupts
 from hsswap.models import (
     GgufFile,
     Llama,
@@ -22,12 +27,7 @@ from hsswap.models import (
     open_gguf,
     read_config,
 )
-from hsswap.planning import Plan, make_plan
-from hsswap.plot import check_plot, draw
-from hsswap.progress import Progress
-from hsswap.report import Report
 from hsswap.sync import blocking
-from hsswap.verify import AttentionVerifier
 
 
 @dataclass(frozen=True, slots=True)

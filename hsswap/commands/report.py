@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hsswap.commands.decoding import Run
+from hsswap.commands.planning import Plan
+from hsswap.commands.verify import VerifySummary
 from hsswap.config import BF16_BYTES
-from hsswap.decoding import Run
 from hsswap.metrics import SwapStatistics
-from hsswap.planning import Plan
-from hsswap.verify import VerifySummary
 
 
 @dataclass(frozen=True, slots=True)

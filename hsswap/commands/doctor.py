@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from hsswap import doctor_probes
-from hsswap.doctor_probes import DEGRADED, MISSING, OK, Check, Probe
+from hsswap.commands import doctor_probes
+from hsswap.commands.doctor_probes import DEGRADED, MISSING, OK, Check, Probe
+from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
-from hsswap.interrupts import Interrupts
 
 PROBE_LIMIT_S = 30.0
 """A probe that takes longer is given up: a driver or a network file system hangs."""
@@ -54,12 +54,12 @@ def examine(directory: Path | None, limit_s: float = PROBE_LIMIT_S) -> Iterator[
     """Every check in order; ``directory`` None: the system's temporary folder. Never raises."""
 
     def attention() -> Iterator[Check]:
-        from hsswap.doctor_selftest import attention as probe
+        from hsswap.commands.doctor_selftest import attention as probe
 
         return probe()
 
     def store() -> Iterator[Check]:
-        from hsswap.doctor_selftest import store as probe
+        from hsswap.commands.doctor_selftest import store as probe
 
         return probe(directory)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hsswap.decoding import Step
+from hsswap.commands.decoding import Step
 from hsswap.errors import ArgumentError, HsswapError
 
 # Colours that differ in brightness too, for print and for the colour-blind (Okabe and Ito 2008).

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hsswap.commands.generate_args import GenerateOptions
 from hsswap.config import SPAN_TOKENS, ModelDims, SwapConfig
 from hsswap.errors import ConfigError
-from hsswap.generate_args import GenerateOptions
 from hsswap.topk import TopK
 
 CACHE_SHARE = 8

@@ -1,0 +1,1 @@
+"""What the command `hsswap` runs: generate and doctor, and the parts they are made of."""
