@@ -1,4 +1,4 @@
-"""Checks of the host device's arguments, made on the caller's thread before anything is enqueued.
+"""Checks of arguments that all devices share, on the caller's thread before anything is enqueued.
 
 Each function takes a record and returns it with its index arrays copied, so that the caller may
 reuse his; each raises ArgumentError, or ClosedError for memory that was closed. The cost is some
@@ -7,6 +7,7 @@ microseconds an array: no loop over elements.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,12 +30,42 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    UnitCache,
     UnitPool,
 )
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, ClosedError
 
 Move = TypeVar("Move", GatherWork, ScatterWork)
+
+
+_RECORDS = (UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache)
+
+
+def named_tensors(work: object) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a record, those of its pools and states too, with names for errors."""
+    for name in work.__dataclass_fields__:  # type: ignore[attr-defined]
+        value = getattr(work, name)
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, _RECORDS):
+            for inner, tensor in named_tensors(value):
+                yield f"{name}.{inner}", tensor
+
+
+def root_owner(tensor: Tensor) -> object:
+    """What owns the memory that a tensor, or the tensor it is a part of, was made over."""
+    owner = tensor.owner
+    while isinstance(owner, Tensor):
+        owner = owner.owner
+    return owner
+
+
+def refuse_gpu_memory(work: object) -> None:
+    """Raise ArgumentError where a record names memory that the host cannot reach."""
+    for what, tensor in named_tensors(work):
+        if tensor.on_device:
+            raise ArgumentError(f"{what} is in a GPU's memory; the host device cannot reach it")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -59,11 +90,7 @@ def _memory(tensor: Tensor, dtype: str, what: str) -> None:
         raise ArgumentError(f"{what} is a {type(tensor).__name__}; a Tensor is needed")
     if tensor.dtype != dtype:
         raise ArgumentError(f"{what} has dtype {tensor.dtype}; {dtype} is needed")
-    if tensor.on_device:
-        raise ArgumentError(f"{what} is in a GPU's memory; the host device cannot reach it")
-    owner = tensor.owner
-    while isinstance(owner, Tensor):
-        owner = owner.owner
+    owner = root_owner(tensor)
     if isinstance(owner, Buffer) and owner.closed:
         raise ClosedError(f"the buffer of {what} is closed")
 

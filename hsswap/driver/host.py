@@ -152,7 +152,9 @@ class HostDevice(Device):
             if stream.closed:
                 raise ClosedError(f"{name}: the stream is closed; make a new one")
             raise ArgumentError(f"{name}: the stream is of another device")
-        stream.enqueue(name, function, check(work))
+        checked = check(work)
+        checks.refuse_gpu_memory(checked)
+        stream.enqueue(name, function, checked)
 
     def _check_open(self) -> None:
         if self._closed:
