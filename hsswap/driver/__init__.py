@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from hsswap.driver.base import Device
 from hsswap.driver.host import HostDevice
 from hsswap.errors import DeviceError
@@ -20,11 +18,7 @@ def open_device(name: str) -> Device:
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number.isascii() and number.isdigit()):
         raise DeviceError(f'device {name!r} is unknown; known: "host", "cuda:N" (N from 0)')
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DeviceError(
-            f"{name} needs libcuda.so.1, which cannot be loaded: install the NVIDIA driver, 580 or "
-            'newer, or use device="host"'
-        ) from error
-    raise DeviceError(f'{name}: hsswap 0.1.0 has no CUDA device yet; use device="host"')
+    # Imported here: the bindings load libraries, and hosts without a GPU need none of it.
+    from hsswap.driver.cuda import CudaDevice
+
+    return CudaDevice(int(number))

@@ -6,15 +6,30 @@ include ``common.cuh`` of this folder and, only where they must, CUDA headers in
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
 
 from hsswap.ptx.attention_table import ATTENTION_KERNELS
 from hsswap.ptx.kernel import Constants, Kernel
 
-__all__ = ["KERNELS", "Constants", "Kernel", "source"]
+__all__ = ["KERNELS", "Constants", "Kernel", "included_files", "source"]
 
-KERNELS: dict[str, Kernel] = {**ATTENTION_KERNELS}
+# Bytes of one access: 16 where every address and stride divides by it.
+_BY_ALIGNMENT: tuple[Constants, ...] = ({"CHUNK": 16}, {"CHUNK": 2})
+
+KERNELS: dict[str, Kernel] = {
+    "append": Kernel("append.cu", "append", True, _BY_ALIGNMENT),
+    "gather": Kernel("gather.cu", "gather", True, _BY_ALIGNMENT),
+    "scatter": Kernel("gather.cu", "scatter", True, _BY_ALIGNMENT),
+    "checksum": Kernel("checksum.cu", "checksum", True),
+    "encode": Kernel("encode.cu", "encode", True, _BY_ALIGNMENT),
+    # CHUNK: codes of one load.
+    "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
+    "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
+    "select": Kernel("select.cu", "select", True),
+    **ATTENTION_KERNELS,
+}
 """By name."""
 
 
@@ -22,3 +37,15 @@ KERNELS: dict[str, Kernel] = {**ATTENTION_KERNELS}
 def source(file: str) -> str:
     """The text of a file of this folder."""
     return (files("hsswap.ptx") / file).read_text(encoding="utf-8")
+
+
+def included_files(text: str) -> tuple[str, ...]:
+    """The files of this folder that a source includes, and those that these include."""
+    found: dict[str, None] = {}
+    todo = [text]
+    while todo:
+        for name in re.findall(r'^\s*#include\s+"([^"]+)"', todo.pop(), re.MULTILINE):
+            if name not in found:
+                found[name] = None
+                todo.append(source(name))
+    return tuple(found)

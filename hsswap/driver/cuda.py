@@ -1,0 +1,311 @@
+"""The device ``cuda:N``: the contract on a GPU, on the caller's stream handles.
+
+Kernels that every swap needs are compiled and loaded when the device opens (about a second the
+first time on a machine, then from the cache on disk); attention's depend on a model's dims and come
+at their first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from hsswap.config import SPAN_TOKENS
+from hsswap.driver import checks, cuda_attention, cuda_operations
+from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.cubin_cache import CubinCache, cache_folder
+from hsswap.driver.cuda_context import Context
+from hsswap.driver.cuda_errors import CudaError, checked
+from hsswap.driver.cuda_events import EventPool, Waiter
+from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
+from hsswap.driver.cuda_modules import Modules, key_of
+from hsswap.driver.cuda_reach import make_reachable
+from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
+from hsswap.driver.nvrtc import Compiler
+from hsswap.driver.operations import (
+    AppendWork,
+    AttendWork,
+    ChecksumWork,
+    EncodeWork,
+    FinalizeWork,
+    GatherWork,
+    ScatterWork,
+    ScoreWork,
+    SelectWork,
+)
+from hsswap.errors import ArgumentError, ClosedError
+
+W = TypeVar("W")
+
+IN_PLACE_ROWS = 16
+"""Query rows that attention reads units once for; more would read them again over the link."""
+
+ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
+    ("append", {"CHUNK": 16}),
+    ("gather", {"CHUNK": 16}),
+    ("scatter", {"CHUNK": 16}),
+    ("encode", {"CHUNK": 16}),
+    ("project", {"CHUNK": 8}),
+    ("score", {"CHUNK": 8}),
+    ("select", {}),
+    ("checksum", {}),
+)
+
+
+def arch_of(compute_capability: tuple[int, int]) -> str:
+    """What kernels are compiled for. On Hopper with its own instructions (wgmma, setmaxnreg)."""
+    major, minor = compute_capability
+    return f"sm_{major}{minor}" + ("a" if compute_capability == (9, 0) else "")
+
+
+class CudaDevice(Device):
+    """GPU ``ordinal``, see :class:`Device` and, for launch code, :class:`Launcher`.
+
+    Every method may be called from any thread. Closing waits for the streams made here and for what
+    was enqueued on the caller's, then frees everything.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.name = f"cuda:{ordinal}"
+        self._lock = threading.Lock()
+        self._closed = False
+        self.context = context = Context(self.name, ordinal)
+        self.compute_capability = context.compute_capability
+        self.sm_count = context.sm_count
+        self.shared_bytes_limit = context.shared_bytes_limit
+        self.arch = arch_of(context.compute_capability)
+        self._shared = Shared(context, EventPool(context), Waiter(context))
+        self._states: dict[int, StreamState] = {}
+        # Weak: what nobody holds any more warns by itself and is gone.
+        self._streams: weakref.WeakSet[CudaStream] = weakref.WeakSet()
+        self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
+        cache = CubinCache(cache_folder(os.environ))
+        self._modules = Modules(context, Compiler(self.arch, cache))
+        try:
+            for kernel, constants in ALWAYS_NEEDED:
+                self.prepare(kernel, constants)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def live_count(self) -> int:
+        """Buffers and streams made here and not closed. Streams made from a handle do not count."""
+        with self._lock:
+            return sum(s.is_owner for s in self._streams) + len(self._buffers)
+
+    # --- memory and streams
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Zeroed memory of the GPU. Blocks. Raises DeviceError when there is none."""
+        self._check_open()
+        return self._keep(DeviceBuffer(self.context, nbytes, self._forget_buffer))
+
+    def allocate_host(self, nbytes: int) -> Buffer:
+        """Zeroed host memory, pinned and mapped. Blocks. Raises DeviceError when there is none."""
+        self._check_open()
+        return self._keep(MappedBuffer(self.context, nbytes, self._forget_buffer))
+
+    def _keep(self, buffer: Buffer) -> Buffer:
+        with self._lock:
+            self._buffers.add(buffer)
+        return buffer
+
+    def stream(self, handle: object | None = None) -> Stream:
+        """A new stream, or the caller's own by its handle.
+
+        What hsswap keeps for a caller's handle (a ring, a workspace: 3 MiB) stays until the device
+        closes.
+        """
+        self._check_open()
+        driver = self.context.driver
+        with self._lock, self.context:
+            is_new = handle is None
+            if handle is None:
+                flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                number = int(checked(driver.cuStreamCreate(flags), f"{self.name}: cuStreamCreate"))
+            else:
+                number = handle_number(handle)
+            state = self._states.get(number)
+            if state is None or state.closed:
+                if not is_new:
+                    self._check_handle(number)
+                state = StreamState(self._shared, number, owned=is_new)
+                self._states[number] = state
+            stream = CudaStream(state, self._forget_stream, owner=is_new)
+            self._streams.add(stream)
+        return stream
+
+    def _check_handle(self, number: int) -> None:
+        """Refuse a stream of another context."""
+        what = f"{self.name}: stream handle {number}"
+        owner = checked(self.context.driver.cuStreamGetCtx(number), what)
+        if int(owner) != int(self.context.handle):
+            raise ArgumentError(
+                f"{what} is of another GPU or context; hand in a stream made on {self.name}"
+            )
+
+    def span_tokens(self, length: int) -> int:
+        """256 for every length."""
+        return SPAN_TOKENS
+
+    def reads_in_place(self, rows: int) -> bool:
+        return rows <= IN_PLACE_ROWS
+
+    # --- operations
+
+    def append(self, stream: Stream, work: AppendWork) -> None:
+        """See :class:`AppendWork`."""
+        self._enqueue(stream, "append", checks.append, cuda_operations.append, work)
+
+    def gather(self, stream: Stream, work: GatherWork) -> None:
+        """See :class:`GatherWork`."""
+        self._enqueue(stream, "gather", checks.move, cuda_operations.gather, work)
+
+    def scatter(self, stream: Stream, work: ScatterWork) -> None:
+        """See :class:`ScatterWork`."""
+        self._enqueue(stream, "scatter", checks.move, cuda_operations.scatter, work)
+
+    def attend(self, stream: Stream, work: AttendWork) -> None:
+        """See :class:`AttendWork`."""
+        self._enqueue(stream, "attend", checks.attend, cuda_attention.enqueue_attend, work)
+
+    def finalize(self, stream: Stream, work: FinalizeWork) -> None:
+        """See :class:`FinalizeWork`."""
+        self._enqueue(stream, "finalize", checks.finalize, cuda_attention.enqueue_finalize, work)
+
+    def encode(self, stream: Stream, work: EncodeWork) -> None:
+        """See :class:`EncodeWork`."""
+        self._enqueue(stream, "encode", checks.encode, cuda_operations.encode, work)
+
+    def score(self, stream: Stream, work: ScoreWork) -> None:
+        """See :class:`ScoreWork`."""
+        self._enqueue(
+            stream, "score", checks.score, cuda_operations.score, work, outputs=("scores",)
+        )
+
+    def select(self, stream: Stream, work: SelectWork) -> None:
+        """See :class:`SelectWork`."""
+        self._enqueue(stream, "select", checks.select, cuda_operations.select, work)
+
+    def checksum(self, stream: Stream, work: ChecksumWork) -> None:
+        """See :class:`ChecksumWork`."""
+        self._enqueue(stream, "checksum", checks.checksum, cuda_operations.checksum, work)
+
+    def _enqueue(
+        self,
+        stream: Stream,
+        name: str,
+        check: Callable[[W], W],
+        function: Callable[[Launcher, Stream, W], None],
+        work: W,
+        *,
+        outputs: tuple[str, ...] = (),
+    ) -> None:
+        state = self._state_of(stream, name)
+        work = check(work)
+        with state.lock, self.context:
+            work = make_reachable(
+                self.context, work, lambda array: state.upload(array, False), outputs=outputs
+            )
+            try:
+                function(self, stream, work)
+            finally:
+                state.hold(work)
+
+    def _state_of(self, stream: Stream, name: str) -> StreamState:
+        self._check_open()
+        if not isinstance(stream, CudaStream):
+            raise ArgumentError(f"{name}: {stream!r} is no stream of {self.name}")
+        state = stream.state
+        if stream.closed:
+            raise ClosedError(f"{name}: the stream is closed; make a new one")
+        if state.shared is not self._shared:
+            raise ArgumentError(f"{name}: the stream is of another device")
+        return state
+
+    # --- what launch code uses (cuda_seam.Launcher)
+
+    def launch(
+        self,
+        stream: Stream,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        grid: Grid,
+        block: Grid,
+        shared_bytes: int,
+        params: bytes,
+        *,
+        cluster: int = 1,
+    ) -> None:
+        """See :meth:`Launcher.launch`."""
+        state = self._state_of(stream, kernel)
+        key = key_of(kernel, constants)
+        self._modules.launch(state, key, grid, block, shared_bytes, params, cluster)
+
+    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
+        """See :meth:`Launcher.prepare`."""
+        with self.context:
+            self._modules.function(key_of(kernel, constants))
+
+    def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
+        """See :meth:`Launcher.upload`."""
+        return self._state_of(stream, "upload").upload(array, direct)
+
+    def workspace(self, stream: Stream, nbytes: int) -> int:
+        """See :meth:`Launcher.workspace`."""
+        return self._state_of(stream, "workspace").workspace(nbytes)
+
+    def max_active_clusters(
+        self,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        block: Grid,
+        shared_bytes: int,
+        cluster: int,
+    ) -> int:
+        """See :meth:`Launcher.max_active_clusters`."""
+        key = key_of(kernel, constants)
+        return self._modules.max_active_clusters(key, block, shared_bytes, cluster)
+
+    # --- the end
+
+    def close(self) -> None:
+        """Wait for the streams, then free everything. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            states, buffers = list(self._states.values()), list(self._buffers)
+        for state in states:
+            state.close()
+        for buffer in buffers:
+            buffer.close()
+        self._shared.waiter.stop()
+        self._shared.events.close()
+        with suppress(CudaError), self.context:
+            self._modules.close()
+        self.context.release()
+        with self._lock:
+            self._streams.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} is closed")
+
+    def _forget_stream(self, stream: CudaStream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+            if stream.is_owner:
+                self._states.pop(stream.handle, None)
+
+    def _forget_buffer(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._buffers.discard(buffer)

@@ -1,0 +1,157 @@
+"""Kernels on a GPU: compiled, loaded once, and launched with one packed parameter struct."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from hsswap import ptx
+from hsswap.driver.cuda_context import Context
+from hsswap.driver.cuda_errors import checked
+from hsswap.driver.cuda_seam import Grid
+from hsswap.driver.cuda_stream import PARAM_BYTES, StreamState
+from hsswap.driver.nvrtc import Compiler
+from hsswap.errors import DeviceError
+
+SHARED_BYTES = 48 << 10
+"""Static and dynamic shared memory beyond this together has to be asked for."""
+
+Key = tuple[str, tuple[tuple[str, int | str], ...]]
+
+
+@dataclass(slots=True)
+class _Function:
+    handle: Any
+    param_bytes: int
+    shared_bytes: int  # as far as asked for
+
+
+def key_of(kernel: str, constants: ptx.Constants) -> Key:
+    """One kernel with one set of constants."""
+    return kernel, tuple(sorted(constants.items()))
+
+
+class Modules:
+    """The kernels of one device. Any thread may use it; the context must be current."""
+
+    def __init__(self, context: Context, compiler: Compiler) -> None:
+        self._context = context
+        self._compiler = compiler
+        self._lock = threading.Lock()
+        self._functions: dict[Key, _Function] = {}
+        self._modules: dict[Key, Any] = {}
+        self._clusters: dict[tuple[Key, Grid, int, int], int] = {}
+
+    def function(self, key: Key) -> _Function:
+        """The loaded kernel; compiles it if this is the first use."""
+        found = self._functions.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._functions.get(key)
+            if found is None:
+                found = self._functions[key] = self._load(key)
+            return found
+
+    def _load(self, key: Key) -> _Function:
+        kernel = ptx.KERNELS.get(key[0])
+        if kernel is None:
+            raise DeviceError(f"kernel {key[0]!r} is unknown; known: {', '.join(ptx.KERNELS)}")
+        driver = self._context.driver
+        what = f"{self._context.name}: loading kernel {key[0]}"
+        module_key = (kernel.file, key[1])
+        module = self._modules.get(module_key)
+        if module is None:
+            cubin = self._compiler.compile(kernel, dict(key[1])).cubin
+            image = ctypes.create_string_buffer(cubin, len(cubin))
+            module = checked(driver.cuModuleLoadData(ctypes.addressof(image)), what)
+            self._modules[module_key] = module
+        handle = checked(driver.cuModuleGetFunction(module, kernel.entry.encode()), what)
+        # Else the driver may load it at its first launch, and wait for the GPU to do so.
+        checked(driver.cuFuncLoad(handle), what)
+        _, param_bytes = checked(driver.cuFuncGetParamInfo(handle, 0), what)
+        kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        static_bytes = int(checked(driver.cuFuncGetAttribute(kind, handle), what))
+        return _Function(handle, int(param_bytes), SHARED_BYTES - static_bytes)
+
+    def launch(
+        self,
+        state: StreamState,
+        key: Key,
+        grid: Grid,
+        block: Grid,
+        shared_bytes: int,
+        params: bytes,
+        cluster: int,
+    ) -> None:
+        """See ``Launcher.launch``; the stream's lock is held."""
+        if not (grid.x and grid.y and grid.z):
+            return
+        function = self.function(key)
+        if len(params) != function.param_bytes or len(params) > PARAM_BYTES:
+            raise DeviceError(
+                f"kernel {key[0]} takes {function.param_bytes} bytes of parameters, "
+                f"{len(params)} were packed; report this"
+            )
+        self._ask_for_shared(function, key, shared_bytes)
+        ctypes.memmove(state.params, params, len(params))
+        driver, config = self._context.driver, state.config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared_bytes
+        self._set_cluster(config, cluster)
+        status = driver.cuLaunchKernelEx(
+            config, function.handle, ctypes.addressof(state.param_list), 0
+        )
+        if status[0]:
+            checked(status, f"{self._context.name}: launch of {key[0]}")
+
+    def _ask_for_shared(self, function: _Function, key: Key, shared_bytes: int) -> None:
+        if shared_bytes <= function.shared_bytes:
+            return
+        driver = self._context.driver
+        kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        status = driver.cuFuncSetAttribute(function.handle, kind, shared_bytes)
+        checked(status, f"{self._context.name}: {shared_bytes} bytes of shared memory for {key[0]}")
+        function.shared_bytes = shared_bytes
+
+    def _set_cluster(self, config: Any, cluster: int) -> None:
+        if cluster > 1:
+            driver = self._context.driver
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = cluster
+            attribute.value.clusterDim.y = 1
+            attribute.value.clusterDim.z = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        elif config.numAttrs:
+            config.attrs = []
+            config.numAttrs = 0
+
+    def max_active_clusters(self, key: Key, block: Grid, shared_bytes: int, cluster: int) -> int:
+        """See ``Launcher.max_active_clusters``."""
+        asked = (key, block, shared_bytes, cluster)
+        known = self._clusters.get(asked)
+        if known is None:
+            function = self.function(key)
+            self._ask_for_shared(function, key, shared_bytes)
+            driver = self._context.driver
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = block
+            config.sharedMemBytes = shared_bytes
+            self._set_cluster(config, cluster)
+            result = driver.cuOccupancyMaxActiveClusters(function.handle, config)
+            known = int(checked(result, f"{self._context.name}: cuOccupancyMaxActiveClusters"))
+            self._clusters[asked] = known
+        return known
+
+    def close(self) -> None:
+        """Unload everything; nothing may be in flight."""
+        for module in self._modules.values():
+            self._context.driver.cuModuleUnload(module)
+        self._modules.clear()
+        self._functions.clear()

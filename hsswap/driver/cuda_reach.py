@@ -1,0 +1,68 @@
+"""Whether a GPU can reach the tensors of a record, before a kernel faults on one.
+
+A fault would cost the whole context. Reachable: device memory; host memory that a device pinned
+(:class:`MappedBuffer`, or another library's, which the driver is asked about). Small inputs in
+ordinary NumPy arrays are copied when the work is enqueued; results cannot be written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.checks import named_tensors, root_owner
+from hsswap.driver.cuda_context import Context
+from hsswap.driver.cuda_memory import MappedBuffer
+from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.errors import ArgumentError
+
+W = TypeVar("W")
+
+INPUTS = frozenset({"keys", "values", "queries", "scores", "last_chosen", "last_mass"})
+"""Fields of records that are only read, and may be copied. Scores: of select; score writes its."""
+
+ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "u32": 4}
+
+
+def make_reachable(
+    context: Context,
+    work: W,
+    upload: Callable[[NDArray[Any]], int],
+    *,
+    outputs: tuple[str, ...] = (),
+) -> W:
+    """``work`` with its ordinary arrays replaced by uploaded copies.
+
+    ``outputs``: names in ``INPUTS`` that this record writes. Raises ArgumentError for what the GPU
+    cannot reach, and for memory that is not aligned to its items. The context must be current.
+    """
+    changes: dict[str, Tensor] = {}
+    for what, tensor in named_tensors(work):
+        item = ITEM_BYTES[tensor.dtype]
+        if item > 1 and (tensor.address % item or any(s % item for s in tensor.strides)):
+            raise ArgumentError(f"{what} is not aligned to its items of {item} bytes")
+        if tensor.on_device or 0 in tensor.shape:
+            continue
+        owner = root_owner(tensor)
+        if isinstance(owner, MappedBuffer) or _is_pinned(context, tensor):
+            continue
+        if what not in INPUTS or what in outputs:
+            raise ArgumentError(
+                f"{what} is in host memory that {context.name} cannot reach; use memory of the "
+                "GPU, or pinned memory (Device.allocate_host)"
+            )
+        array = np.ascontiguousarray(tensor.array())
+        strides = contiguous_strides(tensor.shape, item)
+        changes[what] = Tensor(upload(array), tensor.shape, strides, tensor.dtype, True, owner)
+    return replace(work, **changes) if changes else work  # type: ignore[type-var]
+
+
+def _is_pinned(context: Context, tensor: Tensor) -> bool:
+    driver = context.driver
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    status, seen = driver.cuPointerGetAttribute(kind, tensor.address)
+    return not status and int(seen) == tensor.address

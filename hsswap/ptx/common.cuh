@@ -1,0 +1,61 @@
+// What all kernels share: integer types, BF16, 16-byte accesses, warp reductions. No CUDA header is
+// needed, so that a first start compiles in tens of milliseconds.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int WARP = 32;
+constexpr u32 ALL = 0xffffffffu;
+
+// BF16 is the upper half of a float32 (hsswap/bf16.py).
+__device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float bf16_to_float(u16 code) {
+    return __uint_as_float(static_cast<u32>(code) << 16);
+}
+
+// To nearest, ties to even; NaN stays NaN. As hsswap.bf16.from_float32.
+__device__ __forceinline__ u16 float_to_bf16(float value) {
+    u32 bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return static_cast<u16>((bits >> 16) | 0x40u);
+    }
+    return static_cast<u16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Loads and stores of N bytes, N one of 2 and 16. `volatile` and the clobber keep loads ahead of the
+// stores that follow them in the source, and so in flight together.
+template <int N> struct Chunk;
+template <> struct Chunk<2> { u16 a; };
+template <> struct Chunk<16> { u32 a, b, c, d; };
+
+__device__ __forceinline__ void load_chunk(Chunk<16>& out, const u8* from) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.a), "=r"(out.b), "=r"(out.c), "=r"(out.d)
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void load_chunk(Chunk<2>& out, const u8* from) {
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(out.a) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void store_chunk(u8* to, const Chunk<16>& value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.a), "r"(value.b),
+                 "r"(value.c), "r"(value.d)
+                 : "memory");
+}
+__device__ __forceinline__ void store_chunk(u8* to, const Chunk<2>& value) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(value.a) : "memory");
+}
+
+// The larger one, NaN if either is (as NumPy's maximum).
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+}
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }

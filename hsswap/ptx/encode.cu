@@ -1,0 +1,63 @@
+// encode: keys of full blocks times the predictor's matrix.
+//
+//   codes[code_index[i], h, t, r] = bf16(sum over d of K[host_slots[i], h][t, d] * matrix[d, r])
+//
+// K [T, dk] BF16 at the start of unit h of a host slot (mapped memory); matrix [dk, rank] BF16; codes
+// [ids, H, T, rank] BF16, contiguous. Sums in float32, over d in order: a code does not depend on how
+// many blocks are encoded. Grid: thread blocks of THREADS take (block, head) pairs in turn; each keeps
+// the matrix in shared memory: 2 dk rank bytes, then 2 TILE dk for a tile of keys. CHUNK: 16 where the
+// units' addresses divide by it, else 2.
+// NumPy reference: hsswap.driver.host_ops.encode.
+#include "common.cuh"
+
+#ifndef CHUNK
+#define CHUNK 16
+#endif
+
+struct Params {
+    const u8* blocks;
+    const u16* matrix;
+    u16* codes;
+    const int* host_slots;
+    const int* code_index;
+    i64 unit_bytes, block_bytes;
+    int pairs, heads, block_size, dim, rank; // pairs: n * heads
+};
+
+constexpr int THREADS = 256;
+constexpr int TILE = 16; // tokens
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    encode(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u16 shared[];
+    u16* matrix = shared;
+    u16* keys = shared + p.dim * p.rank;
+    for (int at = threadIdx.x; at < p.dim * p.rank; at += THREADS) {
+        matrix[at] = p.matrix[at];
+    }
+    for (int pair = blockIdx.x; pair < p.pairs; pair += gridDim.x) {
+        int i = pair / p.heads;
+        int head = pair % p.heads;
+        const u8* from = p.blocks + p.host_slots[i] * p.block_bytes + head * p.unit_bytes;
+        u16* to = p.codes +
+                  (static_cast<i64>(p.code_index[i]) * p.heads + head) * p.block_size * p.rank;
+        for (int first = 0; first < p.block_size; first += TILE) {
+            int tokens = min(TILE, p.block_size - first);
+            __syncthreads(); // the last tile was read by all
+            for (int at = threadIdx.x * CHUNK; at < 2 * tokens * p.dim; at += THREADS * CHUNK) {
+                auto* to_shared = reinterpret_cast<Chunk<CHUNK>*>(reinterpret_cast<u8*>(keys) + at);
+                load_chunk(*to_shared, from + 2 * first * p.dim + at);
+            }
+            __syncthreads();
+            for (int at = threadIdx.x; at < tokens * p.rank; at += THREADS) {
+                const u16* key = keys + at / p.rank * p.dim;
+                const u16* column = matrix + at % p.rank;
+                float sum = 0;
+                for (int d = 0; d < p.dim; d++) {
+                    sum = fmaf(bf16_to_float(key[d]), bf16_to_float(column[d * p.rank]), sum);
+                }
+                to[first * p.rank + at] = float_to_bf16(sum);
+            }
+        }
+    }
+}
