@@ -18,7 +18,6 @@ spans of a call, n spans worked on at a time, t row tiles worked on at a time, M
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,12 +251,22 @@ def _take(work: AttendWork, slots: NDArray[np.int32], scratch: Scratch) -> NDArr
         # -1 is clipped to slot 0.
         np.take(memory, slots, axis=0, out=taken, mode="clip")
         return taken
-    held = np.flatnonzero(slots >= 0)
+    # The larger part is taken into place at once, the smaller one copied over it.
     flat = taken.reshape(-1, memory.shape[1])
-    flat[held] = memory[slots.ravel()[held]]
-    away = np.flatnonzero(in_place)
-    host_slot, head = np.divmod(-2 - slots.ravel()[away], work.units.group.kv_heads)
-    flat[away] = units_of_blocks(work.blocks).view(np.uint16)[host_slot, head]
+    entries = slots.ravel()
+    held, away = entries >= 0, entries < -1
+    blocks = work.blocks.memory.array().view(np.uint16)
+    packed = blocks.shape[1] == work.units.group.kv_heads * memory.shape[1]
+    if packed and away.sum() > held.sum():
+        rows = blocks.reshape(-1, memory.shape[1])
+        np.take(rows, -2 - entries, axis=0, out=flat, mode="clip")
+        at = np.flatnonzero(held)
+        flat[at] = memory[entries[at]]
+        return taken
+    np.take(memory, slots, axis=0, out=taken, mode="clip")
+    at = np.flatnonzero(away)
+    host_slot, head = np.divmod(-2 - entries[at], work.units.group.kv_heads)
+    flat[at] = units_of_blocks(work.blocks).view(np.uint16)[host_slot, head]
     return taken
 
 

@@ -1,0 +1,140 @@
+"""The blocking surface, and the mailbox it and the loop share."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hsswap
+from hsswap import ModelDims, SwapConfig, TopK
+from hsswap.errors import ArgumentError, ClosedError, ConfigError
+from hsswap.io.memory import MemoryIO
+from hsswap.loop import Mailbox
+
+DIMS = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=8)
+
+
+def config() -> SwapConfig:
+    return SwapConfig(DIMS, 64, 40, 40, tile_tokens=256)
+
+
+def test_public_names_are_there() -> None:
+    for name in hsswap.__all__:
+        assert getattr(hsswap, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hsswap.nothing
+
+
+def test_append_and_attend_without_a_loop() -> None:
+    keys = np.zeros((3, 1, 8), np.uint16)
+    values = np.full((3, 1, 8), 0x3F80, np.uint16)  # 1.0
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        assert swap.config == config()
+        with swap.sequence() as sequence:
+            sequence.append(0, keys, values)
+            result = sequence.attend(0, np.zeros((1, 2, 8), np.uint16))
+            result.synchronize()
+            assert (np.asarray(result.out) == 0x3F80).all()
+            swap.flush()
+            assert swap.statistics().attends == 1
+        with pytest.raises(ClosedError):
+            sequence.append(0, keys, values)
+        with pytest.raises(hsswap.HsswapError):
+            swap.sequence(top_k=TopK(400))
+
+
+def test_a_config_that_cannot_open_leaves_no_thread() -> None:
+    before = threading.active_count()
+    bad = SwapConfig(DIMS, 64, 40, 40, tile_tokens=256, io="tape")
+    with pytest.raises(ConfigError, match="memory"), hsswap.blocking(bad):
+        raise AssertionError("opened")
+    assert threading.active_count() == before
+
+
+def test_a_blocking_call_on_the_loop_is_refused() -> None:
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        caught: list[BaseException] = []
+        done = threading.Event()
+
+        def call() -> None:
+            try:
+                swap.flush()
+            except ArgumentError as error:
+                caught.append(error)
+            done.set()
+
+        swap._loop._loop.call_soon_threadsafe(call)
+        done.wait()
+        assert "never return" in str(caught[0])
+
+
+def test_interrupted_calls_leave_nothing_behind() -> None:
+    """Ctrl-C while the loop works for a blocking caller: everything is closed on the way out."""
+    code = """
+import signal, sys, threading
+from pathlib import Path
+import hsswap
+from hsswap.io.memory import Fault, FaultKind, MemoryIO
+import numpy as np
+dims = hsswap.ModelDims.uniform(layers=1, q_heads=1, kv_heads=1, head_dim=8)
+hold = Fault(FaultKind.HOLD, only="write")
+config = hsswap.SwapConfig(dims, 64, 40, 40, tile_tokens=256)
+def interrupt():
+    hold.gate.reached.wait()
+    signal.pthread_kill(main, signal.SIGINT)
+    released.wait()
+    hold.gate.opened.set()
+main = threading.main_thread().ident
+released = threading.Event()
+helper = threading.Thread(target=interrupt)
+helper.start()
+try:
+    with hsswap.blocking(config, io=MemoryIO([hold])) as swap, swap.sequence() as sequence:
+        zeros = np.zeros((16, 1, 8), np.uint16)
+        sequence.append(0, zeros, zeros)
+        try:
+            swap.flush()
+        finally:
+            released.set()
+except KeyboardInterrupt:
+    helper.join()
+    print("threads", threading.active_count())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout == "threads 1\n", done.stderr
+
+
+async def test_a_mailbox_runs_everything_in_order_with_few_wake_ups() -> None:
+    loop = asyncio.get_running_loop()
+    mailbox = Mailbox(loop)
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    def post_all() -> None:
+        for number in range(1000):
+            mailbox.post(lambda number=number: seen.append(number))  # type: ignore[misc]
+        mailbox.post(done.set)
+
+    await asyncio.to_thread(post_all)
+    await done.wait()
+    assert seen == list(range(1000))
+    mailbox.post(lambda: mailbox.post(done.set))
+    done.clear()
+    await done.wait()
+    mailbox.close()
+    mailbox.post(lambda: seen.append(-1))
+    await asyncio.sleep(0)
+    assert seen[-1] == 999
