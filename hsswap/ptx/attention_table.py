@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
-from hsswap.ptx.kernel import Kernel
+from hsswap.ptx.kernel import Constants, Kernel
 
-ATTENTION_KERNELS: dict[str, Kernel] = {}
+_LLAMA: Constants = {"HEAD_DIM": 128, "VALUE_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "BLOCK": 16}
+_SMOL: Constants = {"HEAD_DIM": 64, "VALUE_DIM": 64, "GROUP": 3, "KV_HEADS": 3, "BLOCK": 16}
+_ODD: Constants = {"HEAD_DIM": 24, "VALUE_DIM": 40, "GROUP": 5, "KV_HEADS": 2, "BLOCK": 1}
+_WIDE: Constants = {"HEAD_DIM": 256, "VALUE_DIM": 256, "GROUP": 17, "KV_HEADS": 1, "BLOCK": 256}
+
+
+def _decode(
+    dims: Constants, warps: int, stages: int, spans: int, fold: int, blocks: int
+) -> Constants:
+    return {
+        **dims,
+        "WARPS": warps,
+        "STAGES": stages,
+        "WHOLE_SPANS": spans,
+        "FOLD_LEAVES": fold,
+        "BLOCKS_A_SM": blocks,
+    }
+
+
+def _tile(dims: Constants, wide: int, apart: int, transform: int) -> Constants:
+    return {**dims, "WIDE": wide, "APART": apart, "TRANSFORM": transform}
+
+
+ATTENTION_KERNELS: dict[str, Kernel] = {
+    "attend_decode": Kernel(
+        "attention.cu",
+        "attend_decode",
+        no_spills=True,
+        examples=(
+            _decode(_LLAMA, 8, 4, 1, 0, 1),
+            _decode(_LLAMA, 4, 4, 1, 0, 2),
+            _decode(_LLAMA, 8, 2, 0, 1, 2),
+            _decode(_LLAMA, 2, 16, 0, 0, 2),
+            _decode(_SMOL, 8, 4, 1, 0, 1),
+            _decode(_SMOL, 8, 2, 0, 1, 2),
+        ),
+    ),
+    "attend_tile": Kernel(
+        "attend_tile.cu",
+        "attend_tile",
+        examples=(_tile(_LLAMA, 1, 1, 0), _tile(_ODD, 0, 1, 1), _tile(_WIDE, 1, 0, 2)),
+    ),
+    "merge_spans": Kernel("finalize.cu", "merge_spans", True, ({**_LLAMA, "TRANSFORM": 0},)),
+    "block_logsumexp": Kernel(
+        "finalize.cu", "block_logsumexp", True, ({**_LLAMA, "TRANSFORM": 2},)
+    ),
+    "finalize": Kernel("finalize.cu", "finalize", True),
+    "block_masses": Kernel("finalize.cu", "block_masses", True),
+}

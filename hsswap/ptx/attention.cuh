@@ -1,0 +1,163 @@
+// What the attention kernels share: parameters, the arithmetic that fixes every bit, loads, matrix steps.
+//
+// The tree of a row's result (reference for its meaning: hsswap/driver/host_attention.py). Entries of a
+// call are cut into leaves of 128 tokens and spans of span_blocks entries, both at fixed logical places:
+//
+//     leaf    R = max(s) c rounded down, P = 2^(s c - R), l = sum of P in one order, o = bf16(P) V from zero
+//     span    left fold of its leaves, from nothing          c = logit scale times log2(e), s = q.k
+//     state   left fold of the spans, carried between calls
+//
+//     fold    R' = max(R, Rp)   a = 2^(R - R')   b = 2^(Rp - R')   l' = l a + lp b   o' = o a + op b
+//
+// Every kernel computes a leaf with the same sequence of operations: matrix steps of 16 dims (16 tokens) in
+// ascending order into one accumulator, each of which rounds alike for a product and its transpose; sums of P by
+// tokens g and g + 8 of 16, over the units, then pairwise over g. So tiles, splits, rows beside a row and the
+// choice of the kernel change no bit. R and `maximum` of the state are in units of log 2. A part of which a row
+// sees nothing (R = -inf and l = 0) is skipped.
+
+#pragma once
+
+#include "common.cuh"
+
+#define LEAF 128
+#define NOTHING __int_as_float(0xff800000)
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+#define NOWHERE 0x7fffffff
+
+// Mirrors hsswap/driver/cuda_attention.py; shapes in letters of hsswap/driver/operations.py.
+struct AttendParams {
+  const u16* queries;       // [S, R, Q, dk], strides below, in elements
+  const u8* units;          // [slots, unit_bytes]
+  const u8* blocks;         // [host slots, block_bytes], or null
+  const int* slots;         // [S, H, B]
+  const int* positions;     // [S, H, B], or null
+  const i64* lengths;       // [S]
+  float* maximum;           // [S, R, Q]
+  float* total;             // [S, R, Q]
+  float* weighted;          // [S, R, Q, dv]
+  float* block_lse;         // [S, R, Q, B], or null
+  float* partial;           // [S, R, Q, parts, dv]
+  float2* partial_sums;     // [S, R, Q, parts]: R, l
+  u32* counters;            // zero between launches
+  u16* out;                 // [S, R, Q, dv] in elements, or null: output of the last tile, fused
+  float* lse;               // [S, R, Q], or null
+  i64 query_stride[4];
+  i64 out_stride[4];
+  i64 unit_bytes;
+  i64 block_bytes;
+  int sequences, rows, entries, first_block, span_blocks, begin, window, parts;
+  float scale, soft_cap;
+};
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float r;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+__device__ __forceinline__ bool is_empty(float reference, float sum) { return reference == NOTHING && sum == 0.f; }
+
+// The weights of a fold; the state's reference becomes *reference.
+struct Weights {
+  float old, part;
+};
+
+__device__ __forceinline__ Weights fold_weights(float* reference, float part) {
+  const float top = fmaxf(*reference, part);
+  const float base = top == NOTHING ? 0.f : top;
+  const Weights w = {exp2_of(*reference - base), exp2_of(part - base)};
+  *reference = top;
+  return w;
+}
+
+__device__ __forceinline__ float fold(float old, float part, Weights w) {
+  return __fmaf_rn(old, w.old, __fmul_rn(part, w.part));
+}
+
+// Beyond 2^20 the rounding of max(s) c is felt: there exponents are cut at 0, row by row.
+#define BIG_REFERENCE 1048576.f
+
+__device__ __forceinline__ float leaf_reference(float top, float factor) { return __fmul_rd(top, factor); }
+
+__device__ __forceinline__ float weight_of(float s, float factor, float reference) {
+  return exp2_of(__fmaf_rn(s, factor, -reference));
+}
+
+__device__ __forceinline__ float cut_weight_of(float s, float factor, float reference) {
+  const float x = __fmaf_rn(s, factor, -reference);
+  return exp2_of(x > 0.f ? 0.f : x);
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ u16 bf16_of(float x) { return (u16)(pack_bf16(x, 0.f) & 0xffff); }
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// c[16 x 8] += a[16 x 16] b[16 x 8]
+__device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void ldmatrix(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_transposed(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+#ifdef KV_HEADS
+#define Q_HEADS (KV_HEADS * GROUP)
+
+// Where entry `entry` of a list lies: its unit, or null where there is none.
+__device__ __forceinline__ const u8* unit_of(const AttendParams& p, int slot) {
+  if (slot >= 0) return p.units + (i64)slot * p.unit_bytes;
+  if (slot == -1) return nullptr;
+  const int away = -2 - slot;
+  return p.blocks + (i64)(away / KV_HEADS) * p.block_bytes + (i64)(away % KV_HEADS) * p.unit_bytes;
+}
+
+// The first token of an entry, NOWHERE for those that no length reaches.
+__device__ __forceinline__ int first_token_of(const AttendParams& p, i64 list, int entry) {
+  const i64 block = p.positions ? (i64)p.positions[list + entry] : (i64)p.first_block + entry;
+  const i64 token = block * BLOCK;
+  return token < 0 || token >= NOWHERE - BLOCK ? NOWHERE - BLOCK : (int)token;
+}
+
+// Tokens a row sees: start to end (exclusive).
+struct Sight {
+  int start, end;
+};
+
+__device__ __forceinline__ bool is_in(int position, Sight see) { return position >= see.start && position < see.end; }
+
+__device__ __forceinline__ Sight sight_of(const AttendParams& p, i64 length, int row) {
+  i64 end = length - (p.rows - 1 - row);
+  end = end < 0 ? 0 : end > NOWHERE - 512 ? NOWHERE - 512 : end;
+  const i64 start = p.window > 0 && end > p.window ? end - p.window : 0;
+  return {(int)start, (int)end};
+}
+
+#endif
+
+// Output of one element, as finalize writes it.
+__device__ __forceinline__ u16 output_of(float weighted, float total) {
+  return total == 0.f ? (u16)0 : bf16_of(__fdiv_rn(weighted, total));
+}
+
+__device__ __forceinline__ float lse_of(float reference, float total) { return (reference + log2f(total)) * LN_2; }

@@ -1,0 +1,130 @@
+// The ends of an attention: fold parts into the state, write outputs, block logsumexps and masses.
+//
+// Formula: attention.cuh. References: hsswap/driver/host_attention.py (_accumulate, _block_lse) and
+// hsswap/driver/host_finalize.py. No shared memory. Constants: HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK TRANSFORM for
+// merge_spans and block_logsumexp, none for the others.
+
+#include "attention.cuh"
+
+#define WARPS 4
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  return x;
+}
+
+#ifdef VALUE_DIM
+// Parts of the spans into the state, in order. Grid: a block for each (s, r, q); a thread for each of dv dims.
+extern "C" __global__ void __launch_bounds__(256) merge_spans(const __grid_constant__ AttendParams p) {
+  const i64 row = blockIdx.x;
+  const int d = threadIdx.x;
+  float reference = p.begin ? NOTHING : p.maximum[row], sum = p.begin ? 0.f : p.total[row];
+  float o = p.begin || d >= VALUE_DIM ? 0.f : p.weighted[row * VALUE_DIM + d];
+  __syncthreads();
+  const float2* sums = p.partial_sums + row * p.parts;
+  const float* parts = p.partial + row * p.parts * VALUE_DIM + d;
+  for (int first = 0; first < p.parts; first += 8) {
+    float2 s[8];
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      s[i] = first + i < p.parts ? sums[first + i] : make_float2(NOTHING, 0.f);
+      x[i] = d < VALUE_DIM && !is_empty(s[i].x, s[i].y) ? parts[(i64)(first + i) * VALUE_DIM] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (is_empty(s[i].x, s[i].y)) continue;
+      const Weights w = fold_weights(&reference, s[i].x);
+      sum = fold(sum, s[i].y, w);
+      o = fold(o, x[i], w);
+    }
+  }
+  if (d < VALUE_DIM) p.weighted[row * VALUE_DIM + d] = o;
+  if (d == 0) {
+    p.maximum[row] = reference;
+    p.total[row] = sum;
+  }
+}
+
+// Logsumexp of every entry for every row, each with a maximum of its own: far ones must not underflow. A warp for
+// each (s, r, q, entry), a lane for a token at a time. Grid: x: entries / 4, y: S * R * Q.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) block_logsumexp(const __grid_constant__ AttendParams p) {
+  const int entry = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (entry >= p.entries) return;
+  for (i64 row = blockIdx.y; row < (i64)p.sequences * p.rows * Q_HEADS; row += gridDim.y) {
+    const int q = (int)(row % Q_HEADS), r = (int)(row / Q_HEADS % p.rows), s = (int)(row / Q_HEADS / p.rows);
+    const i64 list = ((i64)s * KV_HEADS + q / GROUP) * p.entries;
+    const u8* unit = unit_of(p, p.slots[list + entry]);
+    const Sight see = sight_of(p, p.lengths[s], r);
+    const int first = unit ? first_token_of(p, list, entry) : NOWHERE - BLOCK;
+    const u16* query = p.queries + s * p.query_stride[0] + r * p.query_stride[1] + q * p.query_stride[2];
+    float top = NOTHING, sum = 0.f;
+    for (int t = lane; t < BLOCK; t += 32) {
+      if (!is_in(first + t, see)) continue;
+      const u16* key = (const u16*)unit + t * HEAD_DIM;
+      float x = 0.f;
+      for (int d = 0; d < HEAD_DIM; d++) x = __fmaf_rn(bf16_to_float(query[d * p.query_stride[3]]), bf16_to_float(key[d]), x);
+      x *= p.scale;
+#if TRANSFORM == 2
+      x = p.soft_cap * tanhf(x / p.soft_cap);
+#endif
+      const float higher = fmaxf(top, x);
+      if (higher != NOTHING) sum = sum * expf(top - higher) + expf(x - higher);
+      top = higher;
+    }
+    const float all = warp_max(top), base = all == NOTHING ? 0.f : all;
+    const float total = warp_sum(sum * expf(top - base));
+    if (lane == 0) p.block_lse[row * p.entries + entry] = base + logf(total);
+  }
+}
+#endif
+
+// Mirrors hsswap/driver/cuda_attention.py.
+struct FinalizeParams {
+  const float* maximum;     // [S, R, Q], units of log 2
+  const float* total;       // [S, R, Q]
+  const float* weighted;    // [S, R, Q, dv]
+  u16* out;                 // [S, R, Q, dv], strides below, in elements
+  float* lse;               // [S, R, Q], or null
+  const float* block_lse;   // [S, R, Q, B]
+  float* block_mass;        // [S, H, B]
+  i64 out_stride[4];
+  int sequences, rows, q_heads, value_dim, kv_heads, entries;
+};
+
+// out = weighted / total. A warp for each (s, r, q).
+extern "C" __global__ void __launch_bounds__(32 * WARPS) finalize(const __grid_constant__ FinalizeParams p) {
+  const i64 row = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31;
+  if (row >= (i64)p.sequences * p.rows * p.q_heads) return;
+  const int q = (int)(row % p.q_heads), r = (int)(row / p.q_heads % p.rows), s = (int)(row / p.q_heads / p.rows);
+  const float total = p.total[row];
+  u16* out = p.out + s * p.out_stride[0] + r * p.out_stride[1] + q * p.out_stride[2];
+  for (int d = lane; d < p.value_dim; d += 32)
+    out[d * p.out_stride[3]] = output_of(p.weighted[row * p.value_dim + d], total);
+  if (p.lse && lane == 0) p.lse[row] = lse_of(p.maximum[row], total);
+}
+
+// Each block's share of the attention: exp(block_lse - lse), averaged over rows and group. A warp for each
+// (s, h, b), a lane for a (row, query head) at a time.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) block_masses(const __grid_constant__ FinalizeParams p) {
+  const i64 at = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31, group = p.q_heads / p.kv_heads;
+  if (at >= (i64)p.sequences * p.kv_heads * p.entries) return;
+  const int block = (int)(at % p.entries), h = (int)(at / p.entries % p.kv_heads), s = (int)(at / p.entries / p.kv_heads);
+  float sum = 0.f;
+  for (int i = lane; i < p.rows * group; i += 32) {
+    const i64 row = ((i64)s * p.rows + i / group) * p.q_heads + h * group + i % group;
+    const float lse = lse_of(p.maximum[row], p.total[row]);
+    sum += expf(p.block_lse[row * p.entries + block] - (lse == NOTHING ? 0.f : lse));
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) p.block_mass[at] = sum / (p.rows * group);
+}

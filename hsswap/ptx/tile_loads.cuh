@@ -1,0 +1,72 @@
+// How attend_tile brings a leaf into shared memory.
+#pragma once
+
+struct Shared {
+  u32 q, k, v;     // addresses in shared memory
+  u64* source;     // [2][LEAF]: a token's unit
+  int* position;   // [2][LEAF]: NOWHERE where no row of the tile sees the token
+  const u8* any;   // an address that may be read
+};
+
+struct Tile {
+  int first_row, pairs;   // of the tile's first pair; pairs that exist
+  Sight all, every;       // what some row sees, what every row sees
+};
+
+__device__ __forceinline__ void copy16(u32 to, const u8* from, bool valid) {
+#if WIDE
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#else
+  u32 w[4] = {0, 0, 0, 0};
+  if (valid) {
+    const u16* x = (const u16*)from;
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = (u32)x[2 * i] | (u32)x[2 * i + 1] << 16;
+  }
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int N>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Rows of K or V of a leaf; zero for tokens outside `see` and in the padding of the dim.
+template <int DIM, int PAD>
+__device__ __forceinline__ void load_rows(u32 to, const Shared& sh, int leaf, int first_byte, Sight see) {
+  constexpr int CHUNKS = PAD / 8;
+  const u64* source = sh.source + (leaf & 1) * LEAF;
+  const int* position = sh.position + (leaf & 1) * LEAF;
+  const int first_inside = BLOCK > LEAF ? leaf * LEAF % BLOCK : 0;
+  for (int i = threadIdx.x; i < LEAF * CHUNKS; i += THREADS) {
+    const int token = i / CHUNKS, chunk = i % CHUNKS, inside = first_inside + token % BLOCK;
+    const bool valid = is_in(position[token], see) && chunk * 8 < DIM;
+    const u8* from = valid ? (const u8*)source[token] + first_byte + inside * DIM * 2 + chunk * 16 : sh.any;
+    copy16(to + token * (PAD + 8) * 2 + chunk * 16, from, valid);
+  }
+}
+
+// What a leaf's tokens are to the rows of a tile.
+enum { SOME_SEEN = 1, NOT_WHOLE = 2, MIXED = 4 };  // MIXED: some are seen by some rows and not by others
+
+// Sources and positions of a leaf's tokens; thread t has token t.
+__device__ __forceinline__ int plan_leaf(const AttendParams& p, const Shared& sh, const Tile& tile, int leaf, i64 list) {
+  const int at = (leaf & 1) * LEAF + threadIdx.x;
+  const i64 token = (i64)leaf * LEAF + threadIdx.x;
+  const int entry = (int)(token / BLOCK);
+  int position = NOWHERE;
+  if (entry < p.entries) {
+    const u8* unit = unit_of(p, p.slots[list + entry]);
+    if (unit) position = first_token_of(p, list, entry) + (int)(token % BLOCK);
+    sh.source[at] = (u64)unit;
+  }
+  const bool some = is_in(position, tile.all), every = is_in(position, tile.every);
+  sh.position[at] = some ? position : NOWHERE;
+  return (__syncthreads_or(some) ? SOME_SEEN : 0) | (__syncthreads_and(every) ? 0 : NOT_WHOLE) |
+         (__syncthreads_or(some && !every) ? MIXED : 0);
+}
