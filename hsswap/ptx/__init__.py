@@ -23,7 +23,7 @@ KERNELS: dict[str, Kernel] = {
     "gather": Kernel("gather.cu", "gather", True, _BY_ALIGNMENT),
     "scatter": Kernel("gather.cu", "scatter", True, _BY_ALIGNMENT),
     "checksum": Kernel("checksum.cu", "checksum", True),
-    "encode": Kernel("encode.cu", "encode", True, _BY_ALIGNMENT),
+    "encode": Kernel("encode.cu", "encode", False, _BY_ALIGNMENT),
     # CHUNK: codes of one load.
     "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
