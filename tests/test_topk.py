@@ -90,9 +90,9 @@ async def test_attention_over_the_chosen_blocks_is_exact(case: Case) -> None:
 
 async def test_a_needle_is_found_and_the_mass_left_out_is_small(case: Case) -> None:
     """One old token answers the query almost alone; a projection of full rank must find it."""
-    keys = to_float32(case.keys[0])
-    keys[200] = 9 * to_float32(case.queries[0][1100, 0])  # of head 0's group
-    keys = from_float32(keys)
+    wide = to_float32(case.keys[0])
+    wide[200] = 9 * to_float32(case.queries[0][1100, 0])  # of head 0's group
+    keys = from_float32(wide)
     async with (
         HighSpeedSwap.open(config(rank=128), io=MemoryIO()) as swap,
         swap.sequence(top_k=TOP_K) as sequence,
