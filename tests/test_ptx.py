@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,14 @@ EXAMPLES = [
 ]
 
 
+@cache
+def compiled_file(
+    file: str, arch: str, example: tuple[tuple[str, int | str], ...]
+) -> nvrtc.Compiled:
+    """A file, with the report; once for all its kernels."""
+    return Compiler(arch, None).compile(ptx.Kernel(file, ""), dict(example), report=True)
+
+
 def report_of(log: str, entry: str) -> tuple[int, int, int]:
     """Bytes of stack, spill stores and spill loads of one kernel, from ptxas's report."""
     start = re.search(rf"Function properties for {entry}\b|Compiling entry function '{entry}'", log)
@@ -58,7 +67,7 @@ def test_every_kernel_compiles(name: str, example: ptx.Constants, arch: str) -> 
         if arch != "sm_90":
             pytest.skip(f"{kernel.file} is for Hopper only")
         arch = "sm_90a"
-    compiled = Compiler(arch, None).compile(kernel, example, report=True)
+    compiled = compiled_file(kernel.file, arch, tuple(example.items()))
     assert compiled.cubin[:4] == b"\x7fELF"
     assert "warning" not in compiled.log
     if kernel.no_spills:

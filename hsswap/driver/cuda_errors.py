@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -73,9 +74,10 @@ def error_of(code: Any, what: str) -> CudaError:
     """The error that says what ``code``, a CUresult, means for the call ``what``."""
     name = str(getattr(code, "name", code))
     text = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-    if driver := _loaded_driver():
-        status, explanation = driver.cuGetErrorString(code)
-        if int(status) == 0 and explanation:
+    # Whatever goes wrong here, the error itself must be reported.
+    with suppress(Exception):
+        status, explanation = sys.modules["cuda.bindings.driver"].cuGetErrorString(code)
+        if int(status) == 0:
             text = explanation.decode(errors="replace")
     if name in _STICKY:
         remedy = (
@@ -98,10 +100,6 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
     if len(result) == 2:
         return result[1]
     return result[1:] or None
-
-
-def _loaded_driver() -> Any:
-    return sys.modules.get("cuda.bindings.driver")
 
 
 def load_driver(name: str) -> ModuleType:

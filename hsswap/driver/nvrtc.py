@@ -37,7 +37,8 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except Exception as error:  # each release of the bindings has an exception type of its own
-        raise DeviceError(f"NVRTC cannot be loaded ({error}): {INSTALL}") from error
+        reason = " ".join(str(error).split())
+        raise DeviceError(f"NVRTC cannot be loaded ({reason}): {INSTALL}") from error
     return nvrtc
 
 
