@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from hsswap.config import SPAN_TOKENS
 from hsswap.driver import checks, cuda_attention, cuda_operations
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
@@ -43,9 +42,6 @@ from hsswap.driver.operations import (
 from hsswap.errors import ArgumentError, ClosedError
 
 W = TypeVar("W")
-
-IN_PLACE_ROWS = 16
-"""Query rows that attention reads units once for; more would read them again over the link."""
 
 ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("append", {"CHUNK": 16}),
@@ -153,11 +149,11 @@ class CudaDevice(Device):
             )
 
     def span_tokens(self, length: int) -> int:
-        """256 for every length."""
-        return SPAN_TOKENS
+        """See :func:`hsswap.driver.cuda_attention.span_tokens`."""
+        return cuda_attention.span_tokens(length)
 
     def reads_in_place(self, rows: int) -> bool:
-        return rows <= IN_PLACE_ROWS
+        return cuda_attention.reads_in_place(rows)
 
     # --- operations
 
