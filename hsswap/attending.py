@@ -67,7 +67,8 @@ class Query:
 async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
     """Attend every block; each tile is launched as soon as its blocks are in memory."""
     launched: deque[Event] = deque()
-    with _exact_pass(swap, query) as (work, state):
+    work = _exact_pass(swap, query)
+    with _state(swap, query) as state:
         while True:
             with swap.lock:
                 while not work.finished and len(launched) < swap.max_tiles_ahead:
@@ -75,7 +76,7 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                     if ready is None:
                         break
                     swap.counters.host_hits += len(ready.slots)
-                    work.enqueue(ready)
+                    work.enqueue(ready, state)
                     launched.append(query.stream.record())
                 if work.finished:
                     return _finish(swap, query, work, state)
@@ -89,20 +90,21 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                 swap.check_open()
                 swap.counters.misses += loaded.missed
                 swap.counters.host_hits += len(loaded.slots) - loaded.missed
-                work.enqueue(loaded)
+                work.enqueue(loaded, state)
                 launched.append(query.stream.record())
 
 
 def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
     """Attend every block if the host tier has all that is missing; under the swap's lock."""
-    with _exact_pass(swap, query) as (work, state):
-        if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
-            return None
+    work = _exact_pass(swap, query)
+    if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
+        return None
+    with _state(swap, query) as state:
         while not work.finished:
             ready = work.lease_next()
             assert ready is not None  # all_in_host_tier, under the same lock
             swap.counters.host_hits += len(ready.slots)
-            work.enqueue(ready)
+            work.enqueue(ready, state)
         return _finish(swap, query, work, state)
 
 
@@ -153,23 +155,24 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
         return AttendResult(query.out_object, stream.record(), left_out, chosen)
 
 
+def _exact_pass(swap: HighSpeedSwap, query: Query) -> ExactPass:
+    return ExactPass(
+        swap.device,
+        query.stream,
+        query.cache,
+        query.indices,
+        query.queries.as_batch(),
+        swap.config.tile_tokens,
+        swap.release_after,
+    )
+
+
 @contextmanager
-def _exact_pass(swap: HighSpeedSwap, query: Query) -> Iterator[tuple[ExactPass, AttentionState]]:
-    group = query.cache.pool.group
-    rows = query.queries.shape[0]
+def _state(swap: HighSpeedSwap, query: Query) -> Iterator[AttentionState]:
+    """Carried state for one exact attend, in memory that returns after its last launch."""
+    group, rows = query.cache.pool.group, query.queries.shape[0]
     with swap.scratch(state_bytes(group, rows), query.stream) as buffer:
-        state = state_in(buffer, group, rows)
-        work = ExactPass(
-            swap.device,
-            query.stream,
-            query.cache,
-            query.indices,
-            query.queries.as_batch(),
-            state,
-            swap.config.tile_tokens,
-            swap.release_after,
-        )
-        yield work, state
+        yield state_in(buffer, group, rows)
 
 
 def _finish(

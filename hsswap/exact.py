@@ -86,7 +86,6 @@ class ExactPass:
         cache: LayerCache,
         indices: I64,
         queries: Tensor,
-        state: AttentionState,
         tile_tokens: int,
         read: Callable[[Event, GroupPool, I32], None],
     ) -> None:
@@ -95,7 +94,6 @@ class ExactPass:
         self._cache = cache
         self._indices = indices
         self._queries = queries
-        self._state = state
         self._read = read
         self._in_place = device.reads_in_place(queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
@@ -166,7 +164,7 @@ class ExactPass:
         tier.lease(slots)
         return Loaded(slots, 0)
 
-    def enqueue(self, loaded: Loaded) -> None:
+    def enqueue(self, loaded: Loaded, state: AttentionState) -> None:
         """Launch the next tile; its missing blocks are in the leased host slots."""
         tile = self._tiles[self.next_tile]
         pool = self._cache.pool
@@ -177,7 +175,7 @@ class ExactPass:
         if self._in_place or not len(missing):
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
             units[:, missing] = host_unit(loaded.slots, heads, len(heads))
-            self._attend(tile, units)
+            self._attend(tile, units, state)
             if len(missing):
                 self._read(self._stream.record(), pool, loaded.slots)
         else:
@@ -186,7 +184,7 @@ class ExactPass:
             self._gather(loaded, ring)
             self._read(self._stream.record(), pool, loaded.slots)
             units[:, missing] = ring
-            self._attend(tile, units)
+            self._attend(tile, units, state)
             region.last_read = self._stream.record()
         self.next_tile += 1
 
@@ -204,7 +202,7 @@ class ExactPass:
             ),
         )
 
-    def _attend(self, tile: Tile, units: I32) -> None:
+    def _attend(self, tile: Tile, units: I32, state: AttentionState) -> None:
         pool = self._cache.pool
         self._device.attend(
             self._stream,
@@ -216,7 +214,7 @@ class ExactPass:
                 first_block=tile.start,
                 positions=None,
                 span_blocks=self._span_blocks,
-                state=self._state,
+                state=state,
                 begin=self.next_tile == 0,
                 blocks=pool.blocks,
             ),
