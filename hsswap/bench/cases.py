@@ -1,0 +1,161 @@
+"""The rows of ``hsswap bench attention`` and their inputs, in device memory.
+
+A row is checked against float64 before it is timed. Its inputs are several sets that together pass
+the second-level cache, each set's units in random places of one pool; the baseline reads the same
+numbers from contiguous K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hsswap.config import LayerGroup
+from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork, UnitPool
+from hsswap.driver.tensor import Tensor, contiguous_strides
+
+BLOCK_SIZE = 16
+ROTATED_BYTES = 768 << 20
+"""K and V of all sets of a row, at least: 12 times the second-level cache of an H200 (60 MB)."""
+
+POOL_BYTES = 4 << 30
+"""Places among which units lie, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: ``rows`` query rows of ``batch`` sequences over ``tokens`` tokens each.
+
+    ``floor`` and ``aim`` are ratios of the best baseline's time to ours.
+    """
+
+    number: str
+    batch: int
+    rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    floor: float
+    aim: float
+
+    @property
+    def name(self) -> str:
+        """As in tables."""
+        return (
+            f"{self.number} {self.batch} x {self.tokens} tokens, {self.rows} rows, "
+            f"{self.q_heads}/{self.kv_heads} heads, d {self.head_dim}"
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one set."""
+        return self.batch * self.kv_heads * self.tokens * self.head_dim * 2 * 2
+
+
+CASES = (
+    Case("A1", 1, 1, 32, 8, 128, 131072, 0.96, 1.02),
+    Case("A2", 1, 1, 32, 8, 128, 2048, 1.2, 1.35),
+    Case("A2", 1, 1, 32, 8, 128, 8192, 1.1, 1.25),
+    Case("A2", 1, 1, 32, 8, 128, 32768, 1.0, 1.07),
+    Case("A2", 8, 1, 32, 8, 128, 8192, 0.97, 1.02),
+    Case("A2", 32, 1, 32, 8, 128, 4096, 0.94, 1.0),
+    Case("A2", 1, 1, 9, 3, 64, 8192, 1.2, 1.4),
+    Case("A4", 1, 2048, 32, 8, 128, 32768, 0.8, 1.0),
+)
+
+
+def tensor_from(array: Any, dtype: str) -> Tensor:
+    """A torch tensor as the device takes it."""
+    itemsize = array.element_size()
+    shape = tuple(array.shape)
+    strides = tuple(s * itemsize for s in array.stride())
+    return Tensor(array.data_ptr(), shape, strides, dtype, True, array)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """One set. ``keys`` and ``values`` ``[batch, kv_heads, tokens, d]`` are the baseline's."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    out: Any
+    attend: AttendWork
+    finalize: FinalizeWork
+
+
+def make_inputs(case: Case, span_tokens: int) -> list[Inputs]:
+    """Sets of random inputs. The pool is as large as its slots are many."""
+    import torch
+
+    group = LayerGroup(1, case.q_heads, case.kv_heads, case.head_dim)
+    unit = BLOCK_SIZE * case.head_dim * 2 * 2
+    blocks = case.tokens // BLOCK_SIZE
+    count = max(1, -(-ROTATED_BYTES // case.kv_bytes)) if case.rows == 1 else 1
+    units = case.batch * case.kv_heads * blocks
+    places = max(POOL_BYTES // unit, count * units)
+    generator = torch.Generator("cuda").manual_seed(7)
+    pool = torch.empty((places, 2, BLOCK_SIZE, case.head_dim), dtype=torch.bfloat16, device="cuda")
+    for part in pool.split(1 << 16):
+        part.normal_(generator=generator)
+    order = np.random.default_rng(7).permutation(places).astype(np.int32)
+    raw = pool.view(torch.uint8).view(places, unit)
+    memory = Tensor(raw.data_ptr(), (places, unit), (unit, 1), "u8", True, pool)
+    sets: list[Inputs] = []
+    for i in range(count):
+        slots = order[i * units : (i + 1) * units].reshape(case.batch, case.kv_heads, blocks)
+        taken = pool[torch.from_numpy(slots.astype(np.int64)).cuda()]
+        shape = (case.batch, case.kv_heads, case.tokens, case.head_dim)
+        keys = taken[:, :, :, 0].reshape(shape).contiguous()
+        values = taken[:, :, :, 1].reshape(shape).contiguous()
+        del taken
+        rows = (case.batch, case.rows, case.q_heads, case.head_dim)
+        queries = torch.randn(rows, dtype=torch.bfloat16, device="cuda", generator=generator)
+        out = torch.full_like(queries, float("nan"))
+        floats = torch.full(rows, float("nan"), dtype=torch.float32, device="cuda")
+        sums = torch.full((2, *rows[:3]), float("nan"), dtype=torch.float32, device="cuda")
+        state = AttentionState(
+            tensor_from(sums[0], "f32"), tensor_from(sums[1], "f32"), tensor_from(floats, "f32")
+        )
+        attend = AttendWork(
+            queries=tensor_from(queries, "bf16"),
+            lengths=np.full(case.batch, case.tokens, np.int64),
+            units=UnitPool(memory, group, BLOCK_SIZE),
+            slots=np.ascontiguousarray(slots),
+            first_block=0,
+            positions=None,
+            span_blocks=span_tokens // BLOCK_SIZE,
+            state=state,
+            begin=True,
+        )
+        end = FinalizeWork(state, tensor_from(out, "bf16"))
+        assert memory.strides == contiguous_strides(memory.shape, 1)
+        sets.append(Inputs(queries, keys, values, out, attend, end))
+    return sets
+
+
+def relative_error(case: Case, inputs: Inputs, out: Any) -> float:
+    """Relative L2 error of an output ``[batch, rows, q_heads, d]`` against float64.
+
+    Of 16 rows spread over a prefill, of all rows otherwise.
+    """
+    import torch
+
+    group = case.q_heads // case.kv_heads
+    picked = sorted({round(i * (case.rows - 1) / 15) for i in range(16)})
+    off = size = 0.0
+    for s in range(min(case.batch, 4)):
+        for h in range(case.kv_heads):
+            k, v = inputs.keys[s, h].double(), inputs.values[s, h].double()
+            heads = slice(h * group, (h + 1) * group)
+            for row in picked:
+                end = case.tokens - (case.rows - 1 - row)
+                q = inputs.queries[s, row, heads].double()
+                weights = torch.softmax(q @ k[:end].T * case.head_dim**-0.5, -1)
+                wanted = weights @ v[:end]
+                off += float((out[s, row, heads].double() - wanted).square().sum())
+                size += float(wanted.square().sum())
+    return float((off / size) ** 0.5)

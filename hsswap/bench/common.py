@@ -1,0 +1,96 @@
+"""What every benchmark shares: the machine it ran on, and medians with an interval."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MIN_SLICES = 20
+"""Alternating slices under which no figure counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median and the 95 % interval of the median, by order statistics."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Of at least one value; the interval is that of a binomial with p = 1/2."""
+        ordered = sorted(values)
+        count = len(ordered)
+        below, chance = 0, 0.0
+        while below < count // 2:
+            chance += math.comb(count, below) / 2**count
+            if chance > 0.025:
+                break
+            below += 1
+        first = max(0, below - 1)
+        middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+        return cls(middle, ordered[first], ordered[count - 1 - first])
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where and when a figure was measured."""
+
+    host: str
+    cpu_count: int
+    gpu: str | None
+    driver: str | None
+    date: str
+    commit: str | None
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, now."""
+        gpu, driver = _gpu()
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        cpus = len(os.sched_getaffinity(0))
+        return cls(platform.node(), cpus, gpu, driver, today, _commit())
+
+    def as_dict(self) -> dict[str, object]:
+        """For a result file."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """For people."""
+        return f"{self.gpu or 'no GPU'}, driver {self.driver}, {self.host}, {self.date}"
+
+
+def _output_of(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    line = _output_of(query)
+    if line is None:
+        return None, None
+    name, _, driver = line.splitlines()[0].partition(", ")
+    return name, driver
+
+
+def _commit() -> str | None:
+    """The commit of the checkout; HSSWAP_COMMIT names it where the history did not travel."""
+    return _output_of(["git", "rev-parse", "HEAD"]) or os.environ.get("HSSWAP_COMMIT")

@@ -1,0 +1,118 @@
+"""Operations as a CUDA graph replays them: arguments uploaded once, device time by events.
+
+Needs torch, which is asked for streams, graphs and events only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Stream
+from hsswap.driver.cuda_seam import Grid, Launcher
+
+WORKSPACE_BYTES = 320 << 20
+
+
+class StaticLauncher:
+    """A :class:`Launcher` whose uploads are made once an array and stay.
+
+    The device's own go through a ring, which a graph could not replay. Arrays are known by
+    identity: keep the records alive. Run an operation once before capturing it.
+    """
+
+    def __init__(self, device: Launcher) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = device
+        self._uploads: dict[int, tuple[NDArray[Any], Any]] = {}
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self.arch = device.arch
+        self.compute_capability = device.compute_capability
+        self.sm_count = device.sm_count
+        self.shared_bytes_limit = device.shared_bytes_limit
+
+    def launch(
+        self,
+        stream: Stream,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        grid: Grid,
+        block: Grid,
+        shared_bytes: int,
+        params: bytes,
+        *,
+        cluster: int = 1,
+    ) -> None:
+        """See :meth:`Launcher.launch`."""
+        self._device.launch(
+            stream, kernel, constants, grid, block, shared_bytes, params, cluster=cluster
+        )
+
+    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
+        """See :meth:`Launcher.prepare`."""
+        self._device.prepare(kernel, constants)
+
+    def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
+        """Address of a copy that stays."""
+        known = self._uploads.get(id(array))
+        if known is None:
+            copy = self._torch.from_numpy(np.ascontiguousarray(array)).cuda()
+            known = self._uploads[id(array)] = (array, copy)
+        return int(known[1].data_ptr())
+
+    def workspace(self, stream: Stream, nbytes: int) -> int:
+        """One for all operations, which follow each other on one stream."""
+        if nbytes > WORKSPACE_BYTES:
+            raise ValueError(f"a workspace of {nbytes} bytes; {WORKSPACE_BYTES} are there")
+        return int(self._workspace.data_ptr())
+
+    def max_active_clusters(
+        self,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        block: Grid,
+        shared_bytes: int,
+        cluster: int,
+    ) -> int:
+        """See :meth:`Launcher.max_active_clusters`."""
+        return self._device.max_active_clusters(kernel, constants, block, shared_bytes, cluster)
+
+
+class Graph:
+    """Calls captured once; ``run_us`` replays them."""
+
+    def __init__(self, calls: list[Callable[[], object]], stream: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._stream = stream
+        self._count = len(calls)
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._kept = [call() for call in calls]
+        self.run_us(1)
+
+    def run_us(self, replays: int) -> float:
+        """Device time of one call, over so many replays of all."""
+        begin = self._torch.cuda.Event(enable_timing=True)
+        end = self._torch.cuda.Event(enable_timing=True)
+        with self._torch.cuda.stream(self._stream):
+            begin.record()
+            for _ in range(replays):
+                self._graph.replay()
+            end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / (replays * self._count)
+
+    def total_us(self) -> float:
+        """Device time of one replay of all calls."""
+        return self.run_us(2) * self._count

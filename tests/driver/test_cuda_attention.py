@@ -1,0 +1,126 @@
+"""The kernels of common dims against each other and the oracle: same bits whatever kernel runs.
+
+A call of one row of d 64 or 128, blocks of 16 and a group of up to 8 runs attend_decode, in one of
+three ways by its size; several rows run attend_tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hsswap.config import LayerGroup
+from hsswap.driver import open_device
+from tests.driver import oracle
+from tests.driver.rig import Cache, Rig, random_codes
+
+pytestmark = pytest.mark.gpu
+
+GROUPS = {
+    "llama": LayerGroup(1, 32, 8, 128),
+    "smol": LayerGroup(1, 9, 3, 64),
+    "wide": LayerGroup(1, 8, 1, 128),
+    "one": LayerGroup(1, 2, 2, 64),
+    "window": LayerGroup(1, 8, 2, 128, window=700),
+    "scale": LayerGroup(1, 8, 2, 128, scale=0.9),
+    "aux": LayerGroup(1, 4, 2, 64, aux_bytes=16),
+}
+SPAN_BLOCKS = 64
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Memory and a stream on the GPU."""
+    with open_device("cuda:0") as device, Rig(device) as opened:
+        yield opened
+
+
+def make(
+    rig: Rig, group: LayerGroup, lengths: list[int], rows: int, seed: int = 1
+) -> tuple[Cache, np.ndarray]:
+    """A random cache and queries over it."""
+    rng = np.random.default_rng(seed)
+    cache = rig.cache(rng, group, 16, lengths)
+    return cache, random_codes(rng, (len(lengths), rows, group.q_heads, group.head_dim))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("length", [1, 5, 17, 127, 128, 130, 1000, 1025, 2050, 5003])
+def test_a_row_alone_equals_the_row_among_others(rig: Rig, name: str, length: int) -> None:
+    """Decode against tiles, and across a boundary of 1,024 tokens."""
+    group = GROUPS[name]
+    cache, queries = make(rig, group, [length], 3)
+    together = rig.attend(cache, queries, [length], span_blocks=SPAN_BLOCKS)
+    for row in range(3):
+        end = length - 2 + row
+        if end < 0:
+            continue
+        alone = rig.attend(cache, queries[:, row : row + 1], [end], span_blocks=SPAN_BLOCKS)
+        assert alone.out[0, 0].tobytes() == together.out[0, row].tobytes()
+        assert alone.weighted[0, 0].tobytes() == together.weighted[0, row].tobytes()
+        assert alone.total[0, 0].tobytes() == together.total[0, row].tobytes()
+        assert alone.maximum[0, 0].tobytes() == together.maximum[0, row].tobytes()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("key_scale", [1.0, 6.0, 1e5, 1e30])
+def test_decode_is_exact(rig: Rig, name: str, key_scale: float) -> None:
+    group = GROUPS[name]
+    rng = np.random.default_rng(2)
+    lengths = [1003, 37, 512, 0]
+    cache = rig.cache(rng, group, 16, lengths, key_scale=key_scale)
+    queries = random_codes(rng, (4, 1, group.q_heads, group.head_dim))
+    got = rig.attend(cache, queries, lengths, span_blocks=SPAN_BLOCKS)
+    heads = oracle.Heads(group.group_size, group.logit_scale, group.window)
+    for s, length in enumerate(lengths):
+        wanted = oracle.attend(queries[s], cache.keys[s], cache.values[s], length, heads)
+        error = oracle.relative_error(oracle.decode(got.out[s]), wanted.exact)
+        assert error <= wanted.tolerance()
+        np.testing.assert_allclose(got.lse[s], wanted.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "smol", "window"])
+def test_batches_tiles_and_lists_change_no_bit(rig: Rig, name: str) -> None:
+    """Ragged sequences together (whole spans a warp) and alone (spans or leaves shared out)."""
+    group = GROUPS[name]
+    lengths = [9100, 1, 1024, 8191, 0, 4097] * (2 if group.kv_heads > 4 else 4)
+    cache, queries = make(rig, group, lengths, 1)
+    together = rig.attend(cache, queries, lengths, span_blocks=SPAN_BLOCKS)
+    for tile_spans in (1, 2, 5):
+        tiled = rig.attend(cache, queries, lengths, span_blocks=SPAN_BLOCKS, tile_spans=tile_spans)
+        assert tiled.bits() == together.bits()
+    shape = cache.slots.shape
+    positions = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy()
+    listed = rig.attend(cache, queries, lengths, span_blocks=SPAN_BLOCKS, positions=positions)
+    assert listed.bits() == together.bits()
+    for s, length in enumerate(lengths[:6]):
+        blocks = -(-length // 16)
+        only = replace(cache, slots=np.ascontiguousarray(cache.slots[s : s + 1, :, :blocks]))
+        alone = rig.attend(only, queries[s : s + 1], [length], span_blocks=SPAN_BLOCKS)
+        assert alone.out[0].tobytes() == together.out[s].tobytes()
+        assert alone.weighted[0].tobytes() == together.weighted[s].tobytes()
+
+
+@pytest.mark.parametrize("span_blocks", [16, 32, 64, 128])
+def test_spans_of_any_size(rig: Rig, span_blocks: int) -> None:
+    group = GROUPS["llama"]
+    cache, queries = make(rig, group, [3000], 2)
+    together = rig.attend(cache, queries, [3000], span_blocks=span_blocks)
+    alone = rig.attend(cache, queries[:, 1:], [3000], span_blocks=span_blocks, tile_spans=1)
+    assert alone.weighted[0, 0].tobytes() == together.weighted[0, 1].tobytes()
+
+
+@pytest.mark.parametrize("name", ["llama", "smol"])
+def test_long_prefill_equals_decode(rig: Rig, name: str) -> None:
+    group = GROUPS[name]
+    cache, queries = make(rig, group, [2500], 1500)
+    together = rig.attend(cache, queries, [2500], span_blocks=SPAN_BLOCKS)
+    again = rig.attend(cache, queries, [2500], span_blocks=SPAN_BLOCKS, tile_spans=1)
+    assert again.bits() == together.bits()
+    for row in (0, 1, 23, 24, 127, 128, 700, 1499):
+        alone = rig.attend(cache, queries[:, row : row + 1], [1001 + row], span_blocks=SPAN_BLOCKS)
+        assert alone.out[0, 0].tobytes() == together.out[0, row].tobytes()
+        assert alone.weighted[0, 0].tobytes() == together.weighted[0, row].tobytes()
