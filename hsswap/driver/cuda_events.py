@@ -170,11 +170,12 @@ class Waiter:
             getattr(libc, name).restype = ctypes.c_int
         libc.sem_init(ctypes.c_void_p(self._semaphore), 0, 0)
         address = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
-        self._post = context.driver.CUhostFn(_ptr=address)
+        self._post = context.driver.CUhostFn(address)
         self._lock = threading.Lock()
         self._incoming: list[tuple[CudaEvent, Callable[[], None] | _Wake]] = []
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._is_idle = False
 
     def add(self, event: CudaEvent, wake: Callable[[], None] | _Wake, stream: Any) -> None:
         """Call or set ``wake`` once ``event`` is over. ``stream``: a raw stream for host functions,
@@ -187,6 +188,10 @@ class Waiter:
                 # A daemon: a device never closed must not keep the interpreter from ending.
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
+            # With nothing pending it sleeps without an end, and a failure would not wake it.
+            if self._is_idle:
+                self._is_idle = False
+                self._libc.sem_post(ctypes.c_void_p(self._semaphore))
         raw, driver = event.raw, self._context.driver
         with suppress(CudaError), self._context:
             if raw is not None and not driver.cuStreamWaitEvent(stream, raw.handle, 0)[0]:
@@ -208,16 +213,22 @@ class Waiter:
     def _run(self) -> None:
         pending: list[tuple[CudaEvent, Callable[[], None] | _Wake]] = []
         while True:
-            self._sleep(POLL_S if pending else None)
+            with self._lock:
+                self._is_idle = not pending and not self._incoming and not self._stopping
+            self._sleep(None if self._is_idle else POLL_S)
             with self._lock:
                 pending += self._incoming
                 self._incoming.clear()
                 is_last = self._stopping
-            over = [item for item in pending if item[0].is_over()]
-            if over:
-                pending = [item for item in pending if not _is_in(item, over)]
-                _wake_all(wake for _, wake in over)
-                over.clear()
+            over, still = [], []
+            for event, wake in pending:
+                if event.is_over():
+                    over.append(wake)
+                else:
+                    still.append((event, wake))
+            pending = still
+            _wake_all(over)
+            over.clear()  # and with it what the wakes hold, before the next sleep
             if is_last and not pending and not self._incoming:
                 return
 
@@ -234,11 +245,7 @@ class Waiter:
             pass
 
 
-def _is_in(item: object, items: list[Any]) -> bool:
-    return any(item is other for other in items)
-
-
-def _wake_all(wakes: Any) -> None:
+def _wake_all(wakes: list[Callable[[], None] | _Wake]) -> None:
     """Callbacks one by one; futures by one call a loop."""
     futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for wake in wakes:

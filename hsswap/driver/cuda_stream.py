@@ -97,8 +97,14 @@ class StreamState:
         """Keep ``work`` until all that is enqueued now has run."""
         self._held.append(work)
         self._works += 1
-        if self._works >= EPOCH_WORKS:
+        if self._works >= EPOCH_WORKS and not self._is_capturing():
             self.mark()
+
+    def _is_capturing(self) -> bool:
+        """Whether a graph is being made of what is enqueued."""
+        driver, name = self.shared.context.driver, self.shared.context.name
+        status = checked(driver.cuStreamIsCapturing(self.handle), f"{name}: cuStreamIsCapturing")
+        return int(status) != 0
 
     def mark(self) -> RawEvent:
         """Close the epoch; the event behind everything enqueued so far."""
@@ -106,6 +112,10 @@ class StreamState:
         context = self.shared.context
         status = context.driver.cuEventRecord(event.handle, self.handle)
         checked(status, f"{context.name}: cuEventRecord")
+        # No event may be asked during a capture. What a graph's kernels use is held until its
+        # stream marks again; to keep it as long as the graph is its owner's care.
+        if self._is_capturing():
+            return event
         if self._held or self._works:
             ring = self._rings[-1]
             self._epochs.append(_Epoch(event, ring, ring.head, self._held))

@@ -94,6 +94,7 @@ def current_context() -> int:
     """The calling thread's context, 0: none."""
     from cuda.bindings import driver
 
+    assert not driver.cuInit(0)[0]
     status, context = driver.cuCtxGetCurrent()
     assert not status
     return int(context)
