@@ -157,7 +157,7 @@ def ranking(bench: Bench, blocks: int, k: int, slices: int) -> dict[str, Any]:
     group, device = LayerGroup(1, 32, 8, 128), bench.device
     matrix = bench.host_tensor("bf16", rng.integers(0x3C00, 0x3F00, (128, 32)).astype(np.uint16))
     codes = ProjectionCodes(bench.device_tensor("bf16", (blocks, 8, 16, 32), 2), matrix, group)
-    queries = bench.host_tensor("bf16", rng.integers(0x3C00, 0x3F80, (32, 128)).astype(np.uint16))
+    queries = bench.device_tensor("bf16", (32, 128), 2)
     scores = bench.device_tensor("f32", (8, blocks), 4)
     keys = BlockPool(bench.device_tensor("u8", (64, 8 * 16 * 512), 1), group, 16)
     some = np.arange(64, dtype=np.int32)

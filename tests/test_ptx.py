@@ -105,6 +105,14 @@ def test_the_cache_saves_the_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) == 3
 
 
+@needs_compiler
+def test_the_log_is_written_to_memory_of_its_own() -> None:
+    """An empty log is one byte, and CPython shares bytes of length one."""
+    shared = [bytes([value]) for value in range(256)]
+    Compiler("sm_90", None).compile(ptx.KERNELS["gather"], {"CHUNK": 16})
+    assert [value[0] for value in shared] == list(range(256))
+
+
 def test_sources_are_part_of_the_package() -> None:
     """A wheel without them would fail on its first GPU only."""
     folder = Path(ptx.__file__).parent

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -242,7 +242,7 @@ class CudaDevice(Device):
         cluster: int = 1,
     ) -> None:
         """See :meth:`Launcher.launch`."""
-        state = self._state_of(stream, kernel)
+        state = cast(CudaStream, stream).state  # launch code passes on the stream it was given
         key = key_of(kernel, constants)
         self._modules.launch(state, key, grid, block, shared_bytes, params, cluster)
 
@@ -253,11 +253,11 @@ class CudaDevice(Device):
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """See :meth:`Launcher.upload`."""
-        return self._state_of(stream, "upload").upload(array, direct)
+        return cast(CudaStream, stream).state.upload(array, direct)
 
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """See :meth:`Launcher.workspace`."""
-        return self._state_of(stream, "workspace").workspace(nbytes)
+        return cast(CudaStream, stream).state.workspace(nbytes)
 
     def max_active_clusters(
         self,

@@ -30,7 +30,8 @@ class _Function:
 
 def key_of(kernel: str, constants: ptx.Constants) -> Key:
     """One kernel with one set of constants."""
-    return kernel, tuple(sorted(constants.items()))
+    items = tuple(constants.items())
+    return kernel, items if len(items) < 2 else tuple(sorted(items))
 
 
 class Modules:

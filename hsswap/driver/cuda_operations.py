@@ -31,7 +31,7 @@ WARP = 32
 WARPS = 8  # of append, gather and scatter
 THREADS = 256  # of encode, score and checksum
 SELECT_THREADS = 1024
-SELECT_STATIC_BYTES = 2048  # shared memory of select.cu that has a fixed size, rounded up
+SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
 
 IN_FLIGHT = 4  # loads of a lane in gather.cu
 TILE_TOKENS = 16  # of encode.cu
@@ -50,17 +50,19 @@ KEPT_KEYS = 24576
 CODE_BLOCKS_AN_SM = 4
 """Thread blocks of encode and score that take turns: they hide each other's first loads."""
 
+BY_16, BY_2 = {"CHUNK": 16}, {"CHUNK": 2}
+"""Bytes of one access."""
+
 DIRECT_INDEX_BYTES = 4096
 """Index lists that every KV head reads: longer ones are worth a copy to the device."""
 
 
-def _aligned(*numbers: int) -> bool:
-    return all(number % 16 == 0 for number in numbers)
-
-
 def _chunk(*numbers: int) -> dict[str, int]:
     """Bytes of one access, for addresses and strides."""
-    return {"CHUNK": 16 if _aligned(*numbers) else 2}
+    bits = 0
+    for number in numbers:
+        bits |= number
+    return BY_2 if bits & 15 else BY_16
 
 
 def _contiguous(tensor: Tensor, item_bytes: int, what: str) -> int:
@@ -85,13 +87,19 @@ def _pools(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
 def append(device: Launcher, stream: Stream, work: AppendWork) -> None:
     """One warp a row and head, into both tiers."""
     group = work.units.group
-    sources = (work.keys, work.values)
+    keys, values = work.keys, work.values
     pairs = work.keys.shape[0] * group.kv_heads
     if not pairs:
         return
-    chunk = _chunk(*_pools(work.units, work.blocks), *(t.address for t in sources))
-    if any(t.strides[2] != 2 or not _aligned(*t.strides[:2]) for t in sources):
-        chunk = {"CHUNK": 2}
+    chunk = _chunk(
+        *_pools(work.units, work.blocks),
+        keys.address,
+        values.address,
+        *keys.strides[:2],
+        *values.strides[:2],
+    )
+    if keys.strides[2] != 2 or values.strides[2] != 2:
+        chunk = BY_2
     params = struct.pack(
         "<QqqqQqqqQQQQqqqqiiii",
         work.keys.address,
@@ -171,7 +179,9 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
         rank,
         0,
     )
-    grid = Grid(min(pairs, CODE_BLOCKS_AN_SM * device.sm_count))
+    # Every thread block reads the matrix: over the link that costs more than fewer of them.
+    most = device.sm_count * CODE_BLOCKS_AN_SM if into.matrix.on_device else device.sm_count // 4
+    grid = Grid(min(pairs, most))
     shared_bytes = 2 * dim * (rank + TILE_TOKENS)
     chunk = _chunk(blocks.memory.address, blocks.unit_bytes)
     device.launch(stream, "encode", chunk, grid, Grid(THREADS), shared_bytes, params)
@@ -185,13 +195,14 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         return
     _, _, tokens, rank = codes.codes.shape
     address = _contiguous(codes.codes, 2, "codes")
-    chunk = {"CHUNK": 8 if rank % 8 == 0 and address % 16 == 0 else 1}
+    matrix = _contiguous(codes.matrix, 2, "matrix")
+    chunk = {"CHUNK": 8 if rank % 8 == 0 and (address | matrix) % 16 == 0 else 1}
     direct = work.code_index.nbytes <= DIRECT_INDEX_BYTES
     params = struct.pack(
         "<QqqQQQQQqiiiiiifi",
         work.queries.address,
         *work.queries.strides,
-        _contiguous(codes.matrix, 2, "matrix"),
+        matrix,
         device.workspace(stream, COUNTER_BYTES + 4 * group.q_heads * rank) + COUNTER_BYTES,
         address,
         device.upload(stream, work.code_index, direct=direct),
@@ -223,7 +234,7 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     heads, blocks = work.scores.shape
     count, places = work.chosen.shape[1], work.cache.slots.shape[1]
     table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    shared_bytes = 12 * sort + 8 * count + 4 * table + 8 * -(-blocks // 32)
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 8 * -(-blocks // 32)
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
     keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
     shared_bytes += 4 * blocks * keep_keys

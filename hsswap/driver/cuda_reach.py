@@ -43,12 +43,15 @@ def make_reachable(
     changes: dict[str, Tensor] = {}
     for what, tensor in named_tensors(work):
         item = ITEM_BYTES[tensor.dtype]
-        if item > 1 and (tensor.address % item or any(s % item for s in tensor.strides)):
+        bits = tensor.address
+        for stride in tensor.strides:
+            bits |= stride
+        if bits & (item - 1):
             raise ArgumentError(f"{what} is not aligned to its items of {item} bytes")
         if tensor.on_device or 0 in tensor.shape:
             continue
         owner = root_owner(tensor)
-        if isinstance(owner, MappedBuffer) or _is_pinned(context, tensor):
+        if type(owner) is MappedBuffer or _is_pinned(context, tensor):
             continue
         if what not in INPUTS or what in outputs:
             raise ArgumentError(

@@ -115,20 +115,29 @@ def _compile(name: str, text: str, included: dict[str, str], options: list[str])
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log_bytes = _checked(nvrtc.nvrtcGetProgramLogSize(program), name)
-        log_buffer = b" " * log_bytes
+        log_buffer = _room(_checked(nvrtc.nvrtcGetProgramLogSize(program), name))
         _checked(nvrtc.nvrtcGetProgramLog(program, log_buffer), name)
-        log = log_buffer.rstrip(b" \0").decode(errors="replace")
+        log = log_buffer.rstrip(b"\0").decode(errors="replace").rstrip()
         if int(status) != 0:
             raise DeviceError(
                 f"{name} does not compile ({status.name}, options {' '.join(options)}); report "
                 f"this:\n{log}"
             )
-        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), name)
+        cubin_bytes = _checked(nvrtc.nvrtcGetCUBINSize(program), name)
+        cubin = _room(cubin_bytes)
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin), name)
-        return Compiled(cubin, log)
+        return Compiled(cubin[:cubin_bytes], log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _room(nbytes: int) -> bytes:
+    """Bytes for the bindings to write to: theirs take no other type.
+
+    One more than asked for, because bytes of length 1 are shared by the whole interpreter, and an
+    empty log has one byte.
+    """
+    return bytes(nbytes + 1)
 
 
 def _checked(result: tuple[Any, ...], name: str) -> Any:

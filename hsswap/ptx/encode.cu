@@ -32,8 +32,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) u16 shared[];
     u16* matrix = shared;
     u16* keys = shared + p.dim * p.rank;
-    for (int at = threadIdx.x; at < p.dim * p.rank; at += THREADS) {
-        matrix[at] = p.matrix[at];
+    // dk is a multiple of 8, so the matrix is a whole number of 16 bytes; it may lie across the link.
+    if (reinterpret_cast<u64>(p.matrix) % 16 == 0) {
+        for (int at = 8 * threadIdx.x; at < p.dim * p.rank; at += 8 * THREADS) {
+            load_chunk(*reinterpret_cast<Chunk<16>*>(matrix + at),
+                       reinterpret_cast<const u8*>(p.matrix + at));
+        }
+    } else {
+        for (int at = threadIdx.x; at < p.dim * p.rank; at += THREADS) {
+            matrix[at] = p.matrix[at];
+        }
     }
     for (int pair = blockIdx.x; pair < p.pairs; pair += gridDim.x) {
         int i = pair / p.heads;

@@ -24,8 +24,11 @@ struct Params {
     int count, pieces_per_unit;
 };
 
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 4
+#endif
+
 constexpr int WARPS = 8;
-constexpr int IN_FLIGHT = 4;
 constexpr int PIECE = WARP * IN_FLIGHT * CHUNK;
 
 template <bool TO_DEVICE> __device__ __forceinline__ void move(const Params& p) {

@@ -35,57 +35,116 @@ struct Params {
 
 constexpr int THREADS = 256;
 constexpr int COLUMNS = 8;
-constexpr int QUERIES = 4;
+constexpr int QUERIES = 4;                     // of score at a time
+constexpr int QUERY_TILE = THREADS / COLUMNS;  // of project at a time
+constexpr int LOADS = 4;                       // in flight of a lane
 constexpr int MAX_RANK = 128;
 constexpr int MAX_DIM = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    project(const __grid_constant__ Params p) {
-    __shared__ float slice[MAX_DIM][COLUMNS];
-    int first = blockIdx.x * COLUMNS;
-    int columns = min(COLUMNS, p.rank - first);
-    for (int at = threadIdx.x; at < p.dim * COLUMNS; at += THREADS) {
-        int column = at % COLUMNS;
-        slice[at / COLUMNS][column] =
-            column < columns ? bf16_to_float(p.matrix[at / COLUMNS * p.rank + first + column]) : 0;
-    }
-    __syncthreads();
-    int column = threadIdx.x % COLUMNS;
-    for (int q = threadIdx.x / COLUMNS; q < p.q_heads; q += THREADS / COLUMNS) {
-        const u8* query = p.queries + q * p.query_stride;
-        float sum = 0;
-#pragma unroll 16
-        for (int d = 0; d < p.dim; d++) {
-            u16 code = *reinterpret_cast<const u16*>(query + d * p.element_stride);
-            sum = fmaf(bf16_to_float(code), slice[d][column], sum);
+// COLUMNS columns of the matrix as float32; past its last column zeros.
+__device__ __forceinline__ void load_columns(const Params& p, int first, float (*slice)[COLUMNS]) {
+    if constexpr (CHUNK == 8) {
+        for (int d = threadIdx.x; d < p.dim; d += THREADS) {
+            Chunk<16> chunk;
+            load_chunk(chunk, reinterpret_cast<const u8*>(p.matrix + d * p.rank + first));
+            u32 pairs[4] = {chunk.a, chunk.b, chunk.c, chunk.d};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                slice[d][2 * k] = bf16_low(pairs[k]);
+                slice[d][2 * k + 1] = bf16_high(pairs[k]);
+            }
         }
-        if (column < columns) {
-            p.projected[q * p.rank + first + column] = sum * p.scale;
+    } else {
+        for (int at = threadIdx.x; at < p.dim * COLUMNS; at += THREADS) {
+            int column = first + at % COLUMNS;
+            slice[at / COLUMNS][at % COLUMNS] =
+                column < p.rank ? bf16_to_float(p.matrix[at / COLUMNS * p.rank + column]) : 0;
         }
     }
 }
 
-// CHUNK codes of one token times the same places of QUERIES projected queries.
-__device__ __forceinline__ void multiply_chunk(const u16* code, const float (*query)[MAX_RANK],
-                                               int at, float (&sums)[QUERIES]) {
-    float values[CHUNK];
+extern "C" __global__ void __launch_bounds__(THREADS)
+    project(const __grid_constant__ Params p) {
+    __shared__ float slice[MAX_DIM][COLUMNS];
+    // Rows are 16 bytes longer than they need be, so that four of them lie in different banks.
+    __shared__ __align__(16) u16 rows[QUERY_TILE][MAX_DIM + 8];
+    int first = blockIdx.x * COLUMNS;
+    load_columns(p, first, slice);
+    bool by_16 = p.element_stride == 2 &&
+                 (reinterpret_cast<u64>(p.queries) | static_cast<u64>(p.query_stride)) % 16 == 0;
+    int column = threadIdx.x % COLUMNS;
+    int row = threadIdx.x / COLUMNS;
+    for (int base = 0; base < p.q_heads; base += QUERY_TILE) {
+        int count = min(QUERY_TILE, p.q_heads - base);
+        const u8* queries = p.queries + base * p.query_stride;
+        __syncthreads(); // the last tile was read by all
+        if (by_16) {
+            int chunks = p.dim / 8;
+            for (int at = threadIdx.x; at < count * chunks; at += THREADS) {
+                int q = at / chunks;
+                int d = at % chunks * 8;
+                load_chunk(*reinterpret_cast<Chunk<16>*>(&rows[q][d]),
+                           queries + q * p.query_stride + d * 2);
+            }
+        } else {
+            for (int at = threadIdx.x; at < count * p.dim; at += THREADS) {
+                int q = at / p.dim;
+                int d = at % p.dim;
+                rows[q][d] = *reinterpret_cast<const u16*>(queries + q * p.query_stride +
+                                                           d * p.element_stride);
+            }
+        }
+        __syncthreads();
+        float sum = 0;
+#pragma unroll 16
+        for (int d = 0; d < p.dim; d++) {
+            sum = fmaf(bf16_to_float(rows[row][d]), slice[d][column], sum);
+        }
+        if (row < count && first + column < p.rank) {
+            p.projected[(base + row) * p.rank + first + column] = sum * p.scale;
+        }
+    }
+}
+
+// Codes of one token times the same places of QUERIES projected queries, all of `rank`.
+__device__ __forceinline__ void multiply(const u16* code, const float (*query)[MAX_RANK], int rank,
+                                         float (&sums)[QUERIES]) {
     if constexpr (CHUNK == 8) {
-        Chunk<16> chunk;
-        load_chunk(chunk, reinterpret_cast<const u8*>(code + at));
-        u32 pairs[4] = {chunk.a, chunk.b, chunk.c, chunk.d};
+        for (int base = 0; base < rank; base += LOADS * CHUNK) {
+            Chunk<16> chunks[LOADS];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            values[2 * k] = bf16_low(pairs[k]);
-            values[2 * k + 1] = bf16_high(pairs[k]);
+            for (int k = 0; k < LOADS; k++) {
+                if (base + k * CHUNK < rank) {
+                    load_chunk(chunks[k], reinterpret_cast<const u8*>(code + base + k * CHUNK));
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < LOADS; k++) {
+                int at = base + k * CHUNK;
+                if (at < rank) {
+                    u32 pairs[4] = {chunks[k].a, chunks[k].b, chunks[k].c, chunks[k].d};
+#pragma unroll
+                    for (int g = 0; g < QUERIES; g++) {
+                        float4 low = *reinterpret_cast<const float4*>(&query[g][at]);
+                        float4 high = *reinterpret_cast<const float4*>(&query[g][at + 4]);
+                        float values[8] = {low.x,  low.y,  low.z,  low.w,
+                                               high.x, high.y, high.z, high.w};
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            sums[g] = fmaf(bf16_low(pairs[i]), values[2 * i], sums[g]);
+                            sums[g] = fmaf(bf16_high(pairs[i]), values[2 * i + 1], sums[g]);
+                        }
+                    }
+                }
+            }
         }
     } else {
-        values[0] = bf16_to_float(code[at]);
-    }
+        for (int at = 0; at < rank; at++) {
+            float value = bf16_to_float(code[at]);
 #pragma unroll
-    for (int g = 0; g < QUERIES; g++) {
-#pragma unroll
-        for (int k = 0; k < CHUNK; k++) {
-            sums[g] = fmaf(values[k], query[g][at + k], sums[g]);
+            for (int g = 0; g < QUERIES; g++) {
+                sums[g] = fmaf(value, query[g][at], sums[g]);
+            }
         }
     }
 }
@@ -119,9 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float best = 0;
             for (int t = token; t < p.block_size; t += side) {
                 float sums[QUERIES] = {};
-                for (int at = 0; at < p.rank; at += CHUNK) {
-                    multiply_chunk(codes + t * p.rank, queries, at, sums);
-                }
+                multiply(codes + t * p.rank, queries, p.rank, sums);
 #pragma unroll
                 for (int g = 0; g < QUERIES; g++) {
                     best = t == token && g == 0 ? sums[0] : max_nan(best, sums[g]);

@@ -11,8 +11,8 @@
 //   5 places    of chosen blocks by the table; missing ones take places by (free, mass, use, place)
 //   6 results   slots, flags, share left out
 //
-// Dynamic shared memory: sort_size keys and places, count places, count blocks, the table, two bits a
-// block, and a key a block where that fits. Grid: H thread blocks of THREADS.
+// Dynamic shared memory: sort_size keys and places; count places, count blocks; the cache's four
+// columns; the table; two bits a block; a key a block where that fits. Grid: H thread blocks of THREADS.
 #include "common.cuh"
 #include "select_parts.cuh"
 
@@ -38,43 +38,35 @@ struct Params {
     int keep_keys; // whether shared memory holds the keys of all blocks
 };
 
-struct Head {
-    const float* scores;
-    const int* slots;
+// One head's part of the cache, in shared memory while the kernel runs.
+struct Cache {
+    int* slots;
     int* owner;
     float* mass;
     int* used;
-    int* chosen;
-    int* chosen_slots;
-    u8* missing;
 };
 
-__device__ __forceinline__ Head head_of(const Params& p, int h) {
-    return {p.scores + h * p.score_stride,
-            p.slots + h * p.slots_stride,
-            p.owner + h * p.owner_stride,
-            p.mass + h * p.mass_stride,
-            p.used + h * p.used_stride,
-            p.chosen + h * p.chosen_stride,
-            p.chosen_slots + h * p.chosen_slots_stride,
-            p.missing + h * p.missing_stride};
+// Everything that lies in global or mapped memory and depends on nothing: one latency for all of it.
+__device__ __forceinline__ void load(const Params& p, int h, const Cache& cache, Keys& scores) {
+    for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        bool is_empty = p.step == 0;
+        cache.slots[place] = p.slots[h * p.slots_stride + place];
+        cache.owner[place] = is_empty ? -1 : p.owner[h * p.owner_stride + place];
+        cache.mass[place] = is_empty ? 0 : p.mass[h * p.mass_stride + place] * p.decay;
+        cache.used[place] = is_empty ? 0 : p.used[h * p.used_stride + place];
+    }
+    scores.keep();
 }
 
-// 1 and 2.
-__device__ __forceinline__ void account(const Params& p, const Head& head, int h, Table& table) {
-    for (int place = threadIdx.x; place < p.places; place += THREADS) {
-        if (p.step == 0) {
-            head.owner[place] = -1;
-            head.mass[place] = 0;
-            head.used[place] = 0;
-        } else {
-            head.mass[place] *= p.decay;
-        }
+// 1 and 2. The arrays of `load` and zeroed flags are in place.
+__device__ __forceinline__ void account(const Params& p, int h, const Cache& cache, Table& table,
+                                        Keys& scores) {
+    for (int i = threadIdx.x; i < p.pinned_count; i += THREADS) {
+        scores.pin(p.pinned[i]);
     }
-    __syncthreads();
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
-        if (head.owner[place] >= 0) {
-            table.insert(head.owner[place], place);
+        if (cache.owner[place] >= 0) {
+            table.insert(cache.owner[place], place);
         }
     }
     __syncthreads();
@@ -82,97 +74,113 @@ __device__ __forceinline__ void account(const Params& p, const Head& head, int h
         const int* last = p.last_chosen + h * p.last_chosen_stride;
         const float* gained = p.last_mass + h * p.last_mass_stride;
         for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
-            int place = last[i] < 0 ? -1 : table.find(head.owner, last[i]);
+            int place = last[i] < 0 ? -1 : table.find(cache.owner, last[i]);
             if (place >= 0) {
-                head.mass[place] += gained[i];
+                cache.mass[place] += gained[i];
             }
         }
     }
 }
 
-// 5 and 6: places of all chosen blocks, written as slots. place_of and chosen are in shared memory.
-__device__ __forceinline__ void place(const Params& p, const Head& head, const Table& table,
-                                      const int* chosen, int* place_of, u64* keys, u32* sums) {
+// 5: the place of every chosen block, with NEW where it was missing.
+__device__ __forceinline__ void place(const Params& p, const Cache& cache, const Table& table,
+                                      const int* chosen, int* place_of, u64* keys, u64* sums) {
     int missing = 0;
     int per_thread = (p.count + THREADS - 1) / THREADS;
     int begin = min(p.count, static_cast<int>(threadIdx.x) * per_thread);
     int end = min(p.count, begin + per_thread);
     for (int entry = begin; entry < end; entry++) {
-        int found = table.find(head.owner, chosen[entry]);
+        int found = table.find(cache.owner, chosen[entry]);
         place_of[entry] = found;
         missing += found < 0;
     }
-    u32 total;
-    u32 nth = exclusive_sum(static_cast<u32>(missing), total, sums);
-    if (total != 0) {
-        for (int at = threadIdx.x; at < p.sort_size; at += THREADS) {
-            keys[at] = ~0ull;
-            if (at < p.places) {
-                bool is_free = head.owner[at] < 0;
-                keys[at] = is_free ? 0 : victim_key(head.mass[at], head.used[at]);
-            }
-        }
-        __syncthreads();
-        for (int entry = begin; entry < end; entry++) {
-            if (place_of[entry] >= 0) {
-                keys[place_of[entry]] = ~0ull; // chosen: kept
-            }
-        }
-        int* order = reinterpret_cast<int*>(keys + p.sort_size);
-        sort_places(keys, order, p.sort_size);
-        for (int entry = begin; entry < end; entry++) {
-            if (place_of[entry] < 0) {
-                int taken = order[nth++];
-                place_of[entry] = taken | NEW;
-                head.owner[taken] = chosen[entry];
-                head.mass[taken] = 0;
-            }
+    u64 total;
+    u64 nth = exclusive_sum(static_cast<u64>(missing), total, sums);
+    if (total == 0) {
+        return;
+    }
+    for (int at = threadIdx.x; at < p.sort_size; at += THREADS) {
+        keys[at] = ~0ull;
+        if (at < p.places) {
+            bool is_free = cache.owner[at] < 0;
+            keys[at] = is_free ? 0 : victim_key(cache.mass[at], cache.used[at]);
         }
     }
+    __syncthreads();
     for (int entry = begin; entry < end; entry++) {
+        if (place_of[entry] >= 0) {
+            keys[place_of[entry]] = ~0ull; // chosen: kept
+        }
+    }
+    int* order = reinterpret_cast<int*>(keys + p.sort_size);
+    sort_places(keys, order, p.sort_size);
+    for (int entry = begin; entry < end; entry++) {
+        if (place_of[entry] < 0) {
+            int taken = order[nth++];
+            place_of[entry] = taken | NEW;
+            cache.owner[taken] = chosen[entry];
+            cache.mass[taken] = 0;
+        }
+    }
+}
+
+// 6, and the cache back to where it came from.
+__device__ __forceinline__ void store(const Params& p, int h, const Cache& cache, const int* chosen,
+                                      const int* place_of) {
+    for (int entry = threadIdx.x; entry < p.count; entry += THREADS) {
         int taken = place_of[entry] & ~NEW;
-        head.used[taken] = p.step;
-        head.chosen[entry] = chosen[entry];
-        head.chosen_slots[entry] = head.slots[taken];
-        head.missing[entry] = (place_of[entry] & NEW) != 0;
+        cache.used[taken] = p.step;
+        p.chosen[h * p.chosen_stride + entry] = chosen[entry];
+        p.chosen_slots[h * p.chosen_slots_stride + entry] = cache.slots[taken];
+        p.missing[h * p.missing_stride + entry] = (place_of[entry] & NEW) != 0;
+    }
+    __syncthreads();
+    for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        p.owner[h * p.owner_stride + place] = cache.owner[place];
+        p.mass[h * p.mass_stride + place] = cache.mass[place];
+        p.used[h * p.used_stride + place] = cache.used[place];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ u32 sums[2 * WARP + 2];
-    __shared__ __align__(8) u32 bins[256];
+    __shared__ u64 sums[WARPS];
+    __shared__ u32 found[2];
+    __shared__ u32 bins[4 * 256];
+    __shared__ double parts[3 * WARPS];
     int h = blockIdx.x;
-    Head head = head_of(p, h);
     u64* keys = reinterpret_cast<u64*>(shared); // sort_size keys, sort_size places
     int* place_of = reinterpret_cast<int*>(shared + 12ll * p.sort_size);
     int* chosen = place_of + p.count;
-    Table table{chosen + p.count, p.table_size};
+    int* columns = chosen + p.count;
+    Cache cache{columns, columns + p.places, reinterpret_cast<float*>(columns + 2 * p.places),
+                columns + 3 * p.places};
+    Table table{columns + 4 * p.places, p.table_size};
     u32* pinned = reinterpret_cast<u32*>(table.places + p.table_size);
     int words = (p.blocks + 31) / 32;
     u32* flags = pinned + words;
-    Keys scores{head.scores, pinned, p.keep_keys != 0 ? flags + words : nullptr, p.blocks};
+    Keys scores{p.scores + h * p.score_stride, pinned, p.keep_keys != 0 ? flags + words : nullptr,
+                p.blocks};
+    load(p, h, cache, scores);
     for (int at = threadIdx.x; at < p.table_size; at += THREADS) {
         table.places[at] = -1;
     }
     for (int at = threadIdx.x; at < 2 * words; at += THREADS) {
         pinned[at] = 0;
     }
+    bins[threadIdx.x] = 0;
     __syncthreads();
-    account(p, head, h, table);
-    for (int i = threadIdx.x; i < p.pinned_count; i += THREADS) {
-        atomicOr(&pinned[p.pinned[i] / 32], 1u << p.pinned[i] % 32);
-    }
-    __syncthreads();
+    account(p, h, cache, table, scores);
     if (p.count != 0) {
-        scores.keep();
-        Threshold threshold = nth_largest(scores, p.count, bins, sums);
+        Threshold threshold = nth_largest(scores, p.count, bins, found);
         choose(scores, threshold, flags, chosen, sums);
         __syncthreads();
-        place(p, head, table, chosen, place_of, keys, sums);
+        place(p, cache, table, chosen, place_of, keys, sums);
+        __syncthreads();
     }
-    float share = share_left_out(scores, flags, reinterpret_cast<double*>(bins));
+    store(p, h, cache, chosen, place_of);
+    float share = share_left_out(scores, flags, parts);
     if (threadIdx.x == 0) {
         p.left_out[h * p.left_out_stride] = share;
     }

@@ -16,26 +16,33 @@ __device__ __forceinline__ u32 ordered(float value) {
 // are kept in shared memory; more are made again from the scores each time.
 struct Keys {
     const float* scores;
-    const u32* pinned; // bits
-    u32* kept;         // null: too many
+    u32* pinned; // bits
+    u32* kept;   // null: too many
     int count;
 
     __device__ __forceinline__ float score(int block) const {
         float value = scores[block];
         return value != value ? __uint_as_float(0xff800000u) : value; // NaN: -inf
     }
-    __device__ __forceinline__ u32 make(int block) const {
+    __device__ __forceinline__ u32 key(int block) const {
+        if (kept != nullptr) {
+            return kept[block];
+        }
         bool is_pinned = (pinned[block / 32] >> block % 32 & 1u) != 0;
         return is_pinned ? 0xffffffffu : ordered(score(block));
     }
-    __device__ __forceinline__ u32 key(int block) const {
-        return kept != nullptr ? kept[block] : make(block);
-    }
     __device__ __forceinline__ void keep() {
         for (int block = threadIdx.x; kept != nullptr && block < count; block += THREADS) {
-            kept[block] = make(block);
+            kept[block] = ordered(score(block));
         }
-        __syncthreads();
+    }
+    // Any thread, once all keys are kept.
+    __device__ __forceinline__ void pin(int block) {
+        if (kept != nullptr) {
+            kept[block] = 0xffffffffu;
+        } else {
+            atomicOr(&pinned[block / 32], 1u << block % 32);
+        }
     }
 };
 
@@ -64,11 +71,12 @@ struct Table {
     }
 };
 
-// Sum of `value` over the threads before this one, and over all. sums: WARPS + 1 words.
-__device__ __forceinline__ u32 exclusive_sum(u32 value, u32& total, u32* sums) {
-    u32 inclusive = value;
+// Sums of `value` over the threads before this one, and over all. sums: WARPS + 1 words. T: u64 for
+// two sums of 32 bits side by side.
+template <typename T> __device__ __forceinline__ T exclusive_sum(T value, T& total, T* sums) {
+    T inclusive = value;
     for (int step = 1; step < WARP; step *= 2) {
-        u32 below = __shfl_up_sync(ALL, inclusive, step);
+        T below = __shfl_up_sync(ALL, inclusive, step);
         inclusive += lane_index() >= step ? below : 0;
     }
     int warp = threadIdx.x / WARP;
@@ -76,23 +84,17 @@ __device__ __forceinline__ u32 exclusive_sum(u32 value, u32& total, u32* sums) {
         sums[warp] = inclusive;
     }
     __syncthreads();
-    if (warp == 0) {
-        u32 own = sums[lane_index()];
-        u32 running = own;
-        for (int step = 1; step < WARP; step *= 2) {
-            u32 below = __shfl_up_sync(ALL, running, step);
-            running += lane_index() >= step ? below : 0;
-        }
-        sums[lane_index()] = running - own;
-        if (lane_index() == WARP - 1) {
-            sums[WARPS] = running;
-        }
+    // Every warp adds up the warps' sums: cheaper than one that does and a barrier more.
+    T own = sums[lane_index()];
+    T running = own;
+    for (int step = 1; step < WARP; step *= 2) {
+        T below = __shfl_up_sync(ALL, running, step);
+        running += lane_index() >= step ? below : 0;
     }
-    __syncthreads();
-    total = sums[WARPS];
-    u32 before = sums[warp] + inclusive - value;
+    total = __shfl_sync(ALL, running, WARP - 1);
+    T before = __shfl_sync(ALL, running - own, warp);
     __syncthreads(); // sums may be used again
-    return before;
+    return before + inclusive - value;
 }
 
 // The key of the count-th largest block, and how many equal to it are among the count largest.
@@ -100,14 +102,12 @@ struct Threshold {
     u32 key, equal;
 };
 
-__device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u32* bins, u32* sums) {
+// bins: 4 x 256 zeros. found: 2 words.
+__device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u32* bins,
+                                                 u32* found) {
     u32 prefix = 0;
     u32 wanted = static_cast<u32>(count);
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (threadIdx.x < 256) {
-            bins[threadIdx.x] = 0;
-        }
-        __syncthreads();
+    for (int shift = 24; shift >= 0; shift -= 8, bins += 256) {
         u32 above = shift == 24 ? 0 : ~0u << (shift + 8);
         for (int base = 0; base < keys.count; base += THREADS) {
             int block = base + threadIdx.x;
@@ -121,18 +121,31 @@ __device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u3
             }
         }
         __syncthreads();
-        // Bins from the largest: the one in which the wanted-th key lies.
-        u32 own = threadIdx.x < 256 ? bins[255 - threadIdx.x] : 0;
-        u32 total;
-        u32 before = exclusive_sum(own, total, sums);
-        if (threadIdx.x < 256 && before < wanted && wanted <= before + own) {
-            sums[WARPS + 2] = 255 - threadIdx.x;
-            sums[WARPS + 3] = wanted - before;
+        // Bins from the largest, eight a lane: the one in which the wanted-th key lies.
+        if (threadIdx.x < WARP) {
+            int top = 255 - 8 * static_cast<int>(threadIdx.x);
+            u32 own = 0;
+            for (int k = 0; k < 8; k++) {
+                own += bins[top - k];
+            }
+            u32 running = own;
+            for (int step = 1; step < WARP; step *= 2) {
+                u32 below = __shfl_up_sync(ALL, running, step);
+                running += lane_index() >= step ? below : 0;
+            }
+            u32 before = running - own;
+            for (int k = 0; k < 8; k++) {
+                u32 here = bins[top - k];
+                if (before < wanted && wanted <= before + here) {
+                    found[0] = static_cast<u32>(top - k);
+                    found[1] = wanted - before;
+                }
+                before += here;
+            }
         }
         __syncthreads();
-        prefix |= sums[WARPS + 2] << shift;
-        wanted = sums[WARPS + 3];
-        __syncthreads();
+        prefix |= found[0] << shift;
+        wanted = found[1]; // written again only behind the next pass's barrier
     }
     return {prefix, wanted};
 }
@@ -140,7 +153,7 @@ __device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u3
 // Flags and the ascending list of the blocks above the threshold and the first equal ones. A warp
 // takes a run of blocks, 32 at a time: a ballot is a word of flags.
 __device__ __forceinline__ void choose(const Keys& keys, Threshold threshold, u32* flags,
-                                       int* chosen, u32* sums) {
+                                       int* chosen, u64* sums) {
     int warp = threadIdx.x / WARP;
     int run = (keys.count + THREADS - 1) / THREADS * WARP;
     int begin = min(keys.count, warp * run);
@@ -153,11 +166,11 @@ __device__ __forceinline__ void choose(const Keys& keys, Threshold threshold, u3
         equal += __popc(__ballot_sync(ALL, block < end && key == threshold.key));
     }
     bool first = lane_index() == 0;
-    u32 total;
-    above = exclusive_sum(first ? above : 0, total, sums);
-    equal = exclusive_sum(first ? equal : 0, total, sums);
-    above = __shfl_sync(ALL, above, 0);
-    equal = __shfl_sync(ALL, equal, 0);
+    u64 total;
+    u64 both = first ? static_cast<u64>(above) << 32 | equal : 0;
+    both = __shfl_sync(ALL, exclusive_sum(both, total, sums), 0);
+    above = static_cast<u32>(both >> 32);
+    equal = static_cast<u32>(both);
     u32 at = above + min(equal, threshold.equal);
     u32 lower = (1u << lane_index()) - 1;
     for (int base = begin; base < end; base += WARP) {
@@ -186,34 +199,62 @@ __device__ __forceinline__ u64 victim_key(float mass, int used) {
     return static_cast<u64>(high) << 32 | (static_cast<u32>(used) ^ 0x80000000u);
 }
 
-// Bitonic sort (Batcher 1968) of places by (key, place).
+struct Ranked {
+    u64 key;
+    int place;
+
+    __device__ __forceinline__ bool after(const Ranked& other) const {
+        return key > other.key || (key == other.key && place > other.place);
+    }
+};
+
+// Bitonic sort (Batcher 1968) of places by (key, place), `size` a power of two; order gets the places.
+// Partners within a warp exchange by shuffles, others through shared memory.
 __device__ __forceinline__ void sort_places(u64* keys, int* order, int size) {
     for (int at = threadIdx.x; at < size; at += THREADS) {
         order[at] = at;
     }
+    __syncthreads();
     for (int run = 2; run <= size; run *= 2) {
-        for (int step = run / 2; step > 0; step /= 2) {
-            __syncthreads();
+        int step = run / 2;
+        for (; step >= WARP; step /= 2) {
             for (int at = threadIdx.x; at < size; at += THREADS) {
                 int other = at ^ step;
                 if (other > at) {
-                    bool greater = keys[at] > keys[other] ||
-                                   (keys[at] == keys[other] && order[at] > order[other]);
-                    if (greater == ((at & run) == 0)) {
-                        u64 key = keys[at];
-                        keys[at] = keys[other];
-                        keys[other] = key;
-                        int place = order[at];
-                        order[at] = order[other];
-                        order[other] = place;
+                    Ranked mine{keys[at], order[at]}, theirs{keys[other], order[other]};
+                    if (mine.after(theirs) == ((at & run) == 0)) {
+                        keys[at] = theirs.key;
+                        keys[other] = mine.key;
+                        order[at] = theirs.place;
+                        order[other] = mine.place;
                     }
                 }
             }
+            __syncthreads();
         }
+        for (int base = 0; base < size; base += THREADS) {
+            int at = base + threadIdx.x;
+            bool is_in = at < size;
+            Ranked mine{is_in ? keys[at] : ~0ull, is_in ? order[at] : 0};
+            for (int near = step; near > 0; near /= 2) {
+                Ranked theirs{__shfl_xor_sync(ALL, mine.key, near),
+                              __shfl_xor_sync(ALL, mine.place, near)};
+                bool is_lower = (at & near) == 0;
+                bool wants_less = is_lower == ((at & run) == 0);
+                if (mine.after(theirs) == wants_less) {
+                    mine = theirs;
+                }
+            }
+            if (is_in) {
+                keys[at] = mine.key;
+                order[at] = mine.place;
+            }
+        }
+        __syncthreads();
     }
-    __syncthreads();
 }
 
+// The sum or the like over all threads, for all of them. parts: WARPS values.
 template <typename T, typename F> __device__ __forceinline__ T reduce(T value, F join, T* parts) {
     for (int step = WARP / 2; step > 0; step /= 2) {
         value = join(value, __shfl_xor_sync(ALL, value, step));
@@ -226,12 +267,12 @@ template <typename T, typename F> __device__ __forceinline__ T reduce(T value, F
     for (int step = WARP / 2; step > 0; step /= 2) {
         value = join(value, __shfl_xor_sync(ALL, value, step));
     }
-    __syncthreads();
     return value;
 }
 
 // Softmax of the scores, summed over blocks without a flag; in double, in a fixed order. With all
 // scores -inf every block counts the same; scores of +inf share everything. 0 if there are no blocks.
+// parts: 3 x WARPS doubles.
 __device__ __forceinline__ float share_left_out(const Keys& keys, const u32* flags, double* parts) {
     float best = __uint_as_float(0xff800000u);
     for (int block = threadIdx.x; block < keys.count; block += THREADS) {
@@ -243,12 +284,12 @@ __device__ __forceinline__ float share_left_out(const Keys& keys, const u32* fla
     double all = 0, left = 0;
     for (int block = threadIdx.x; block < keys.count; block += THREADS) {
         float score = keys.score(block);
-        double weight = is_finite ? expf(score - best) : (score == best ? 1.0f : 0.0f);
+        float weight = is_finite ? expf(score - best) : (score == best ? 1.0f : 0.0f);
         all += weight;
-        left += (flags[block / 32] >> block % 32 & 1u) != 0 ? 0.0 : weight;
+        left += (flags[block / 32] >> block % 32 & 1u) != 0 ? 0.0f : weight;
     }
     auto add = [](double a, double b) { return a + b; };
-    all = reduce(all, add, parts);
-    left = reduce(left, add, parts);
+    all = reduce(all, add, parts + WARPS);
+    left = reduce(left, add, parts + 2 * WARPS);
     return keys.count == 0 ? 0.0f : static_cast<float>(left / all);
 }
