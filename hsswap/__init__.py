@@ -19,7 +19,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hsswap.attending import AttendResult
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
-    from hsswap.errors import HsswapError
+    from hsswap.errors import (
+        ArgumentError,
+        BlockIOError,
+        ClosedError,
+        ConfigError,
+        CorruptBlock,
+        DeviceError,
+        HsswapError,
+        OutOfBlocks,
+        OutOfSlots,
+        OutOfSpace,
+        StaleBlockId,
+        StoreLocked,
+    )
     from hsswap.metrics import SwapStatistics
     from hsswap.sequence import Sequence
     from hsswap.swap import HighSpeedSwap
@@ -29,15 +42,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "AttendResult",
+    "BlockIOError",
     "BlockingSequence",
     "BlockingSwap",
+    "ClosedError",
+    "ConfigError",
+    "CorruptBlock",
+    "DeviceError",
     "HighSpeedSwap",
     "HsswapError",
     "LayerGroup",
     "ModelDims",
+    "OutOfBlocks",
+    "OutOfSlots",
+    "OutOfSpace",
     "PredictorConfig",
     "Sequence",
+    "StaleBlockId",
+    "StoreLocked",
     "SwapConfig",
     "SwapStatistics",
     "TopK",
@@ -45,15 +69,26 @@ __all__ = [
 ]
 
 _HOME = {
+    "ArgumentError": "errors",
     "AttendResult": "attending",
+    "BlockIOError": "errors",
     "BlockingSequence": "sync",
     "BlockingSwap": "sync",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
+    "CorruptBlock": "errors",
+    "DeviceError": "errors",
     "HighSpeedSwap": "swap",
     "HsswapError": "errors",
     "LayerGroup": "config",
     "ModelDims": "config",
+    "OutOfBlocks": "errors",
+    "OutOfSlots": "errors",
+    "OutOfSpace": "errors",
     "PredictorConfig": "config",
     "Sequence": "sequence",
+    "StaleBlockId": "errors",
+    "StoreLocked": "errors",
     "SwapConfig": "config",
     "SwapStatistics": "metrics",
     "TopK": "topk",

@@ -9,7 +9,8 @@ a *unit* is one KV head's part of a block. Bytes of a block::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +30,19 @@ BF16_BYTES = 2
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def _require_integers(record: object, names: tuple[str, ...]) -> None:
+    """Make plain ints of fields that must be whole numbers (NumPy's are taken)."""
+    for name in names:
+        object.__setattr__(record, name, _integer(getattr(record, name), name))
+
+
+def _integer(value: object, name: str) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; give a whole number") from None
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,9 @@ class LayerGroup:
     aux_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _require_integers(
+            self, ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "aux_bytes")
+        )
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         _require(self.layers >= 1, f"layers is {self.layers}; a layer group has at least one")
@@ -71,11 +88,12 @@ class LayerGroup:
             )
         _require(self.dtype == "bf16", f"dtype {self.dtype!r} is unknown; known: bf16")
         _require(
-            self.window is None or self.window >= 1, f"window is {self.window}; None or 1 and more"
+            self.window is None or self.window >= 1,
+            f"window is {self.window}; give None, or 1 or more",
         )
         _require(
             self.soft_cap is None or self.soft_cap > 0,
-            f"soft_cap is {self.soft_cap}; None or positive",
+            f"soft_cap is {self.soft_cap}; give None or a positive number",
         )
         _require(self.aux_bytes >= 0, f"aux_bytes is {self.aux_bytes}; it cannot be negative")
         _require(self.aux_bytes % 2 == 0, f"aux_bytes is {self.aux_bytes}; it must be even")
@@ -103,6 +121,7 @@ class ModelDims:
 
     def __post_init__(self) -> None:
         _require(len(self.groups) >= 1, "a model has at least one layer group")
+        _require_integers(self, ("block_size",))
         size = self.block_size
         _require(
             1 <= size <= MAX_BLOCK_SIZE and size & (size - 1) == 0,
@@ -163,15 +182,18 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The seed's random projection: one matrix ``[head_dim, rank]`` from ``seed`` for all layers.
+    """What top-k mode ranks blocks with: a random projection ``[head_dim, rank]`` of the keys.
 
-    ``rank`` is 1 to 128; a block's codes take ``2 * rank * block_size`` bytes a KV head.
+    ``rank`` is 1 to 128. The codes stay in device memory: ``2 * rank`` bytes for each token, layer
+    and KV head of the store's capacity; at rank 32 an eighth of K and V for a head_dim of 128, a
+    quarter for 64.
     """
 
     rank: int = 32
     seed: int = 0xCAFEF00D
 
     def __post_init__(self) -> None:
+        _require_integers(self, ("rank", "seed"))
         _require(1 <= self.rank <= 128, f"rank is {self.rank}; it must be from 1 to 128")
         _require(self.seed >= 0, f"seed is {self.seed}; it cannot be negative")
 
@@ -189,7 +211,8 @@ class SwapConfig:
     ``device``: ``"host"`` or ``"cuda:N"``. ``io``: ``"auto"``, ``"posix"`` or ``"memory"``.
     ``io_threads``: threads of the posix backend. ``tile_tokens``: tokens that exact attention
     brings in at a time, a multiple of 256. ``look_ahead``: read the next layer while this one is
-    attended. ``predictor``: what top-k mode ranks blocks with; None: exact mode only.
+    attended. ``predictor``: what top-k mode ranks blocks with, in device memory beside the slots;
+    None: exact mode only.
     """
 
     dims: ModelDims
@@ -203,11 +226,13 @@ class SwapConfig:
     io_threads: int = 4
     tile_tokens: int = 2 * SPAN_TOKENS
     look_ahead: bool = True
-    predictor: PredictorConfig | None = field(default_factory=PredictorConfig)
+    predictor: PredictorConfig | None = None
 
     def __post_init__(self) -> None:
+        _require_integers(self, tuple(f.name for f in fields(self) if f.type == "int"))
         _require(
-            self.capacity_tokens >= 1, f"capacity_tokens is {self.capacity_tokens}; 1 and more"
+            self.capacity_tokens >= 1,
+            f"capacity_tokens is {self.capacity_tokens}; give 1 or more",
         )
         _require(
             self.capacity_blocks < 1 << 32,
@@ -217,8 +242,8 @@ class SwapConfig:
             self.tile_tokens >= SPAN_TOKENS and self.tile_tokens % SPAN_TOKENS == 0,
             f"tile_tokens is {self.tile_tokens}; it must be a multiple of {SPAN_TOKENS}",
         )
-        _require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; 1 and more")
-        _require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; 1 to 64")
+        _require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; give 1 or more")
+        _require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; give 1 to 64")
         need = self.min_device_slots
         _require(
             self.device_slots >= need,
@@ -243,6 +268,14 @@ class SwapConfig:
     def tile_blocks(self) -> int:
         """Blocks of one tile."""
         return self.tile_tokens // self.dims.block_size
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of device memory that the predictor's codes take beside the slots."""
+        if self.predictor is None:
+            return 0
+        heads = sum(group.layers * group.kv_heads for group in self.dims.groups)
+        return 2 * self.predictor.rank * heads * self.capacity_blocks * self.dims.block_size
 
     @property
     def min_device_slots(self) -> int:
@@ -271,29 +304,58 @@ class SwapConfig:
         return 2 * self.tile_blocks + spare * layers // self.dims.layers
 
     @classmethod
-    def plan(cls, dims: ModelDims, tokens: int, device_bytes: int, host_bytes: int) -> SwapConfig:
-        """Settings for ``tokens`` tokens within the given bytes of device and host memory.
+    def plan(
+        cls,
+        dims: ModelDims,
+        tokens: int,
+        device_bytes: int,
+        host_bytes: int,
+        *,
+        max_sequences: int = 1,
+        predictor: PredictorConfig | None = None,
+    ) -> SwapConfig:
+        """Settings for ``tokens`` tokens, all sequences together, within the given bytes.
 
-        Takes as many slots as the bytes hold, but no more than the cache has blocks, and the
-        largest tile up to 2,048 tokens that leaves three quarters of the device slots to caches.
-        Raises ConfigError, with the bytes needed, when not even the smallest tile fits.
+        Device bytes hold the slots and the predictor's codes, host bytes the host slots. Takes as
+        many slots as the bytes hold, but no more than the cache has blocks, and the largest tile up
+        to 2,048 tokens whose ring is at most half of either tier. Raises ConfigError, with the
+        bytes needed, when not even the smallest tile fits.
         """
-        _require(tokens >= 1, f"tokens is {tokens}; 1 and more")
-        blocks = dims.blocks_of(tokens)
+        tokens, max_sequences = _integer(tokens, "tokens"), _integer(max_sequences, "max_sequences")
+        device_bytes = _integer(device_bytes, "device_bytes")
+        host_bytes = _integer(host_bytes, "host_bytes")
+        _require(tokens >= 1, f"tokens is {tokens}; give 1 or more")
+        _require(max_sequences >= 1, f"max_sequences is {max_sequences}; give 1 or more")
+        ring = 2 * dims.span_blocks * len(dims.groups)
+        active = max_sequences * dims.layers
         unit_slot_bytes = max(g.kv_heads * dims.unit_bytes(g) for g in dims.groups)
         host_slot_bytes = max(dims.block_bytes(g) for g in dims.groups)
-        smallest = 2 * dims.span_blocks * len(dims.groups)
-        most = smallest + dims.layers * (blocks + 1)
-        device_slots = min(device_bytes // unit_slot_bytes, most)
+        least = cls(
+            dims, tokens, ring + active, ring, max_sequences, predictor=predictor,
+            tile_tokens=SPAN_TOKENS,
+        )  # fmt: skip
+        need = (ring + active) * unit_slot_bytes + least.code_bytes
+        _require(
+            device_bytes >= need,
+            f"device_bytes is {device_bytes}; give {need} or more: a ring of {ring} blocks, "
+            f"{active} being filled, and {least.code_bytes} bytes of codes",
+        )
+        need = ring * host_slot_bytes
+        _require(
+            host_bytes >= need,
+            f"host_bytes is {host_bytes}; give {need} or more: two tiles of {SPAN_TOKENS} tokens "
+            "in each layer group",
+        )
+        most = ring + active + dims.layers * (dims.blocks_of(tokens) + 1)
+        device_slots = min((device_bytes - least.code_bytes) // unit_slot_bytes, most)
         host_slots = min(host_bytes // host_slot_bytes, most)
-        need = (smallest + dims.layers) * unit_slot_bytes
-        _require(device_bytes >= need, f"device_bytes is {device_bytes}; {need} are needed")
-        need = smallest * host_slot_bytes
-        _require(host_bytes >= need, f"host_bytes is {host_bytes}; {need} are needed")
         tile_tokens = SPAN_TOKENS
         while tile_tokens < 8 * SPAN_TOKENS:
-            ring = 2 * (2 * tile_tokens // dims.block_size) * len(dims.groups)
-            if ring + dims.layers > device_slots or ring > min(device_slots, host_slots) // 2:
+            ring *= 2
+            if ring + active > device_slots or 2 * ring > min(device_slots, host_slots):
                 break
             tile_tokens *= 2
-        return cls(dims, tokens, device_slots, host_slots, tile_tokens=tile_tokens)
+        return cls(
+            dims, tokens, device_slots, host_slots, max_sequences, predictor=predictor,
+            tile_tokens=tile_tokens,
+        )  # fmt: skip

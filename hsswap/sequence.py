@@ -69,6 +69,11 @@ class Sequence:
         await self.close()
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, by itself or with its swap."""
+        return self._closed or self._swap.closed
+
+    @property
     def length(self) -> int:
         """Tokens of the layer that is furthest."""
         return max(cache.length for cache in self._layers)
@@ -217,7 +222,7 @@ class Sequence:
 
     @contextmanager
     def _exclusive(self, what: str) -> Iterator[None]:
-        if self._closed or self._swap.closed:
+        if self.closed:
             raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
         if self._busy:
             raise ArgumentError(
@@ -298,7 +303,7 @@ class Sequence:
         shape = (count, group.q_heads, group.value_dim)
         if out is None:
             out = cache.pool.new_output(shape)
-        taken_out = tensor_of(out, "bf16", shape, "out")
+        taken_out = tensor_of(out, "bf16", shape, "out", written=True)
         cache.pool.check_reachable(taken, "queries")
         cache.pool.check_reachable(taken_out, "out")
         return Query(cache, self._indices, taken, taken_out, out, swap.stream_of(stream))
@@ -338,6 +343,10 @@ class Sequence:
 def _leading(array: object, what: str) -> int:
     """The number of rows of an argument. Raises ArgumentError when it has none."""
     shape = getattr(array, "shape", None)
-    if not isinstance(shape, tuple) or len(shape) != 3 or shape[0] < 1:
-        raise ArgumentError(f"{what} has shape {shape}; [rows, heads, dim] with 1 row or more")
+    if not isinstance(shape, tuple):
+        raise ArgumentError(
+            f"{what} is a {type(array).__name__}; give an array [rows, heads, dim] of BF16 codes"
+        )
+    if len(shape) != 3 or shape[0] < 1:
+        raise ArgumentError(f"{what} has shape {shape}; give [rows, heads, dim] with 1 row or more")
     return int(shape[0])

@@ -7,6 +7,7 @@ the device. Sequences do the rest.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver import open_device
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.tensor import tensor_in
-from hsswap.errors import ClosedError, ConfigError, HsswapError, OutOfSlots
+from hsswap.errors import ArgumentError, ClosedError, ConfigError, HsswapError, OutOfSlots
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
 from hsswap.loop import Mailbox
@@ -73,6 +74,14 @@ class HighSpeedSwap:
         except BaseException:
             self._free()
             raise
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            warnings.warn(
+                "a swap was not closed; use 'async with HighSpeedSwap.open(...)'",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"sequences={len(self._sequences)}"
@@ -127,11 +136,15 @@ class HighSpeedSwap:
             self.check_open()
             if len(self._sequences) >= self.config.max_sequences:
                 raise OutOfSlots(
-                    f"{len(self._sequences)} sequences are open, as many as max_sequences; close "
-                    f"one, or raise it: each needs {self.config.dims.layers} device slots"
+                    f"max_sequences is {self.config.max_sequences} and as many are open; close one "
+                    f"or raise it ({self.config.dims.layers} device slots for each)"
                 )
+            if top_k is not None and not isinstance(top_k, TopK):
+                raise ArgumentError(f"top_k is {top_k!r}; give hsswap.TopK(k=...)")
             if top_k is not None and self.config.predictor is None:
-                raise ConfigError("top-k needs a predictor; set SwapConfig.predictor")
+                raise ConfigError(
+                    "top-k needs a predictor; give SwapConfig(predictor=hsswap.PredictorConfig())"
+                )
             sequence = Sequence(self, self._next_number, top_k)
             self._sequences[sequence.number] = sequence
             self._next_number += 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import uvloop
 
@@ -27,6 +27,28 @@ from hsswap.swap import HighSpeedSwap
 from hsswap.topk import TopK
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+WATCH_INTERVAL_S = 0.5
+"""How often the loop looks whether the main thread has ended without closing."""
+
+
+class _Executor(concurrent.futures.ThreadPoolExecutor):
+    """The loop's threads for what can wait; the caller's once the interpreter ends and has none."""
+
+    def submit(
+        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: concurrent.futures.Future[T] = concurrent.futures.Future()
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+            return done
 
 
 class _LoopThread:
@@ -34,6 +56,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
+        self._loop.set_default_executor(_Executor(thread_name_prefix="hsswap-wait"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="hsswap-loop")
         self._thread.start()
 
@@ -51,11 +74,31 @@ class _LoopThread:
                 concurrent.futures.wait([future])
             raise
 
+    def watch(self, swap: HighSpeedSwap) -> None:
+        """Close the swap when the main thread ends without having done so.
+
+        Python waits for threads before it exits, so the loop's would keep it for ever.
+        """
+
+        def look() -> None:
+            if swap.closed:
+                return
+            if threading.main_thread().is_alive():
+                self._loop.call_later(WATCH_INTERVAL_S, look)
+                return
+            warnings.warn(
+                "a swap was not closed; use 'with hsswap.blocking(...)'", ResourceWarning, 1
+            )
+            closing = self._loop.create_task(swap.close())
+            closing.add_done_callback(lambda _: self._loop.stop())
+
+        self._loop.call_soon_threadsafe(look)
+
     def close(self) -> None:
         """Stop the loop and join the thread."""
+        self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
 
@@ -82,6 +125,10 @@ class BlockingSequence:
         """Tokens of the layer that is furthest."""
         return self._sequence.length
 
+    def layer_length(self, layer: int) -> int:
+        """Tokens appended to one layer."""
+        return self._sequence.layer_length(layer)
+
     def append(
         self, layer: int, keys: object, values: object, *, stream: object | None = None
     ) -> None:
@@ -107,16 +154,29 @@ class BlockingSequence:
         return result
 
     def close(self) -> None:
-        """Give back slots and ids. Twice is fine."""
-        self._loop.run(self._sequence.close())
+        """Give back slots and ids. Twice is fine, also after the swap was closed."""
+        if not self._sequence.closed:
+            self._loop.run(self._sequence.close())
 
 
 class BlockingSwap:
-    """A swap without async calls. Get it from :func:`blocking`."""
+    """A swap without async calls. Get it from :func:`blocking`; close it or use ``with``."""
 
     def __init__(self, swap: HighSpeedSwap, loop: _LoopThread) -> None:
         self._swap = swap
         self._loop = loop
+        loop.watch(swap)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @property
     def config(self) -> SwapConfig:
@@ -135,21 +195,27 @@ class BlockingSwap:
         """What happened since the swap was opened, and what is in use now."""
         return self._swap.statistics()
 
+    def close(self) -> None:
+        """Close the swap and end its thread. Twice is fine."""
+        if self._swap.closed:
+            return
+        try:
+            self._loop.run(self._swap.close())
+        finally:
+            self._loop.close()
 
-@contextmanager
+
 def blocking(
     config: SwapConfig, *, io: BlockIO | None = None, device: Device | None = None
-) -> Iterator[BlockingSwap]:
-    """Open a swap with a loop thread of its own; both are closed at the end of the block.
+) -> BlockingSwap:
+    """Open a swap with a loop thread of its own: ``with hsswap.blocking(config) as swap``.
 
-    Raises what :meth:`hsswap.HighSpeedSwap.create` raises.
+    Works also where a loop is running (a notebook), whose thread it then blocks. Raises what
+    :meth:`hsswap.HighSpeedSwap.create` raises.
     """
     loop = _LoopThread()
     try:
-        swap = loop.run(HighSpeedSwap.create(config, io=io, device=device))
-        try:
-            yield BlockingSwap(swap, loop)
-        finally:
-            loop.run(swap.close())
-    finally:
+        return BlockingSwap(loop.run(HighSpeedSwap.create(config, io=io, device=device)), loop)
+    except BaseException:
         loop.close()
+        raise

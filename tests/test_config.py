@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +70,17 @@ def test_no_groups_no_model() -> None:
         ModelDims(())
 
 
+@pytest.mark.parametrize("value", ["8", 8.0, None])
+def test_sizes_are_whole_numbers(value: object) -> None:
+    with pytest.raises(ConfigError, match="whole number"):
+        LayerGroup(1, 1, 1, value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"host_slots is .*whole number"):
+        SwapConfig(SMOLLM2, 2048, 512, value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"device_bytes is .*whole number"):
+        SwapConfig.plan(SMOLLM2, 2048, value, 1 << 30)  # type: ignore[arg-type]
+    assert SwapConfig(SMOLLM2, np.int64(2048), 512, 512).capacity_tokens == 2048  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rank", [0, 129])
 def test_rank_has_limits(rank: int) -> None:
     with pytest.raises(ConfigError, match="rank"):
@@ -115,6 +127,8 @@ groups = st.builds(
     st.integers(1, 200_000),
     st.integers(0, 1 << 34),
     st.integers(0, 1 << 34),
+    st.sampled_from([None, PredictorConfig(), PredictorConfig(rank=128)]),
+    st.integers(1, 4),
 )
 def test_a_plan_keeps_within_its_bytes(
     layer_groups: list[LayerGroup],
@@ -122,23 +136,35 @@ def test_a_plan_keeps_within_its_bytes(
     tokens: int,
     device_bytes: int,
     host_bytes: int,
+    predictor: PredictorConfig | None,
+    sequences: int,
 ) -> None:
     dims = ModelDims(tuple(layer_groups), block_size)
-    least = SwapConfig.plan(dims, tokens, 1 << 50, 1 << 50)
+    options = {"predictor": predictor, "max_sequences": sequences}
+    most = SwapConfig.plan(dims, tokens, 1 << 60, 1 << 60, **options)  # type: ignore[arg-type]
     try:
-        config = SwapConfig.plan(dims, tokens, device_bytes, host_bytes)
+        config = SwapConfig.plan(
+            dims,
+            tokens,
+            device_bytes,
+            host_bytes,
+            **options,  # type: ignore[arg-type]
+        )
     except ConfigError:
         ring = 2 * dims.span_blocks * len(dims.groups)
         slot = max(g.kv_heads * dims.unit_bytes(g) for g in layer_groups)
         block = max(dims.block_bytes(g) for g in layer_groups)
-        assert device_bytes < (ring + dims.layers) * slot or host_bytes < ring * block
+        need = (ring + sequences * dims.layers) * slot + most.code_bytes
+        assert device_bytes < need or host_bytes < ring * block
         return
-    assert config.device_slots <= least.device_slots
+    assert config.device_slots <= most.device_slots
     indices = range(len(layer_groups))
     used = sum(
         config.device_slots_of(i) * layer_groups[i].kv_heads * dims.unit_bytes(layer_groups[i])
         for i in indices
     )
+    assert used <= device_bytes
+    used += config.code_bytes
     assert used <= device_bytes
     used = sum(config.host_slots_of(i) * dims.block_bytes(layer_groups[i]) for i in indices)
     assert used <= host_bytes

@@ -6,12 +6,14 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hsswap import HighSpeedSwap, Sequence, SwapConfig
+from hsswap.config import PredictorConfig
 from hsswap.driver import open_device
 from hsswap.errors import (
     ArgumentError,
@@ -66,8 +68,8 @@ BAD_APPENDS: list[tuple[Callable[[Case], tuple[Any, Any, Any]], str]] = [
     (lambda c: (0, c.keys[0][:, :1], c.values[0]), "keys has shape"),
     (lambda c: (0, c.keys[0], c.values[0][:-1]), "values has shape"),
     (lambda c: (0, c.keys[0][:0], c.values[0][:0]), "1 row or more"),
-    (lambda c: (0, c.keys[0].tolist(), c.values[0]), "keys has shape None"),
-    (lambda c: (0, None, None), "keys has shape None"),
+    (lambda c: (0, c.keys[0].tolist(), c.values[0]), "keys is a list; give an array"),
+    (lambda c: (0, None, None), "keys is a NoneType"),
 ]
 
 
@@ -97,6 +99,9 @@ async def test_bad_attends_change_nothing(case: Case) -> None:
             ((0, case.queries[0][:1], np.zeros((2, 6, 16), np.uint16)), "out has shape"),
             ((7, case.queries[0][:1]), "layer is 7"),
         ]
+        frozen = np.zeros((1, 6, 16), np.uint16)
+        frozen.flags.writeable = False
+        bad.append(((0, case.queries[0][:1], frozen), "out is read-only"))
         for arguments, words in bad:
             with pytest.raises(ArgumentError, match=words):
                 await sequence.attend(*arguments)
@@ -129,9 +134,12 @@ async def fill(sequence: Sequence, case: Case) -> None:
 
 async def test_more_sequences_than_slots_serve(case: Case) -> None:
     async with opened(config_for(case)) as (swap, _):
-        with pytest.raises(OutOfSlots, match=r"1 sequences are open.*each needs 3 device slots"):
+        with pytest.raises(
+            OutOfSlots, match=r"max_sequences is 1 and as many are open.*3 device slots"
+        ):
             swap.sequence()
-    async with HighSpeedSwap.open(config_for(case), io=MemoryIO()) as swap:
+    with_codes = replace(config_for(case), predictor=PredictorConfig())
+    async with HighSpeedSwap.open(with_codes, io=MemoryIO()) as swap:
         for _ in range(2):  # the second time shows that the first took nothing
             with pytest.raises(OutOfSlots, match=r"needs 209 device slots and \d+ are free"):
                 swap.sequence(top_k=TopK(100))
@@ -139,10 +147,11 @@ async def test_more_sequences_than_slots_serve(case: Case) -> None:
 
 
 async def test_top_k_needs_a_predictor(case: Case) -> None:
-    config = SwapConfig(SMALL, 800, 67, 64, predictor=None)
-    async with HighSpeedSwap.open(config, io=MemoryIO()) as swap:
+    async with HighSpeedSwap.open(config_for(case), io=MemoryIO()) as swap:
         with pytest.raises(ConfigError, match="predictor"):
             swap.sequence(top_k=TopK(4))
+        with pytest.raises(ArgumentError, match=r"top_k is 4; give hsswap.TopK"):
+            swap.sequence(top_k=4)  # type: ignore[arg-type]
 
 
 async def test_a_full_store_refuses_and_goes_on(case: Case) -> None:

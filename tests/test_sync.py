@@ -13,6 +13,7 @@ import pytest
 
 import hsswap
 from hsswap import ModelDims, SwapConfig, TopK
+from hsswap.config import PredictorConfig
 from hsswap.errors import ArgumentError, ClosedError, ConfigError
 from hsswap.io.memory import MemoryIO
 from hsswap.loop import Mailbox
@@ -21,7 +22,18 @@ DIMS = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=8)
 
 
 def config() -> SwapConfig:
-    return SwapConfig(DIMS, 64, 40, 40, tile_tokens=256)
+    return SwapConfig(DIMS, 64, 40, 40, tile_tokens=256, predictor=PredictorConfig())
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
 
 
 def test_public_names_are_there() -> None:
@@ -106,15 +118,44 @@ except KeyboardInterrupt:
     helper.join()
     print("threads", threading.active_count())
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=Path(__file__).parent.parent,
-    )
+    done = run_python(code)
     assert done.stdout == "threads 1\n", done.stderr
+
+
+def test_a_forgotten_swap_does_not_keep_the_interpreter(tmp_path: Path) -> None:
+    """Left open by a script that ends: closed behind it, with a warning, and its files removed."""
+    done = run_python(
+        f"""
+import hsswap, numpy as np
+dims = hsswap.ModelDims.uniform(layers=1, q_heads=1, kv_heads=1, head_dim=8)
+config = hsswap.SwapConfig(dims, 64, 40, 40, tile_tokens=256, directory={str(tmp_path / "d")!r})
+swap = hsswap.blocking(config)
+sequence = swap.sequence()
+zeros = np.zeros((16, 1, 8), np.uint16)
+sequence.append(0, zeros, zeros)
+print("end")
+"""
+    )
+    assert done.stdout == "end\n"
+    assert done.returncode == 0
+    assert "a swap was not closed" in done.stderr
+    assert not (tmp_path / "d").exists()
+
+
+def test_closing_by_hand_twice_and_in_any_order() -> None:
+    swap = hsswap.blocking(config(), io=MemoryIO())
+    sequence = swap.sequence()
+    zeros = np.zeros((1, 1, 8), np.uint16)
+    sequence.append(0, zeros, zeros)
+    assert sequence.layer_length(0) == 1
+    swap.close()
+    sequence.close()
+    swap.close()
+
+
+async def test_blocking_works_where_a_loop_is_running() -> None:
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        assert swap.statistics().attends == 0
 
 
 async def test_a_mailbox_runs_everything_in_order_with_few_wake_ups() -> None:

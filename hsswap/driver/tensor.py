@@ -113,11 +113,14 @@ def tensor_in(
     return Tensor(memory.address + offset_bytes, shape, strides, dtype, memory.on_device, memory)
 
 
-def tensor_of(obj: object, dtype: str, shape: tuple[int, ...], what: str) -> Tensor:
+def tensor_of(
+    obj: object, dtype: str, shape: tuple[int, ...], what: str, *, written: bool = False
+) -> Tensor:
     """Take an engine's array: a NumPy array, a :class:`Tensor`, or ``__cuda_array_interface__``.
 
     ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers.
-    Raises ArgumentError for another kind of object, dtype or shape, before anything is touched.
+    ``written``: work will write to it. Raises ArgumentError for another kind of object, dtype or
+    shape, and for an array that is to be written and is read-only, before anything is touched.
     """
     if isinstance(obj, Tensor):
         tensor = obj
@@ -125,9 +128,11 @@ def tensor_of(obj: object, dtype: str, shape: tuple[int, ...], what: str) -> Ten
             raise ArgumentError(f"{what} has dtype {tensor.dtype}; {dtype} is needed")
     elif isinstance(obj, np.ndarray):
         _check_dtype(obj.dtype, dtype, what)
+        if written and not obj.flags.writeable:
+            raise ArgumentError(f"{what} is read-only; give an array that can be written")
         tensor = Tensor(obj.ctypes.data, obj.shape, obj.strides, dtype, False, obj)
     elif hasattr(obj, "__cuda_array_interface__"):
-        tensor = _from_cuda_interface(obj, dtype, what)
+        tensor = _from_cuda_interface(obj, dtype, what, written)
     else:
         raise ArgumentError(
             f"{what} is a {type(obj).__name__}; a NumPy array or an object with "
@@ -140,14 +145,17 @@ def tensor_of(obj: object, dtype: str, shape: tuple[int, ...], what: str) -> Ten
 
 def _check_dtype(given: DTypeLike, dtype: str, what: str) -> None:
     wanted = _DTYPES[dtype]
+    # torch gives the bits of its BF16 tensors to NumPy as int16.
     kinds = (wanted, np.dtype(np.int16)) if dtype == "bf16" else (wanted,)
     if np.dtype(given) not in kinds:
         hint = " (BF16 as 16-bit codes: hsswap.bf16.from_float32)" if dtype == "bf16" else ""
         raise ArgumentError(f"{what} has dtype {np.dtype(given)}; {wanted} is needed{hint}")
 
 
-def _from_cuda_interface(obj: object, dtype: str, what: str) -> Tensor:
+def _from_cuda_interface(obj: object, dtype: str, what: str, written: bool) -> Tensor:
     facts: dict[str, Any] = obj.__cuda_array_interface__  # type: ignore[attr-defined]
+    if written and facts["data"][1]:
+        raise ArgumentError(f"{what} is read-only; give an array that can be written")
     given = np.dtype(facts["typestr"])
     # Frameworks without a BF16 type string give 2-byte voids or integers for it.
     if not (dtype == "bf16" and given.itemsize == 2 and given.kind in "iuV"):

@@ -3,12 +3,12 @@
 // Formula and tree: attention.cuh. Reference: hsswap/driver/host_attention.py. sm_90 and newer.
 //
 // Grid     x: shares of a list; y: S * H
-// Block    WARPS warps. A warp takes a leaf (WHOLE_SPANS 0) or every gridDim.x * WARPS-th span (WHOLE_SPANS 1), copies
+// Block    WARPS warps, of which WORKERS attend; all merge. A worker takes a leaf (WHOLE_SPANS 0) or every gridDim.x * WORKERS-th span (WHOLE_SPANS 1), copies
 //          its pieces (K or V of a unit: 16 tokens) through STAGES stages of its own and never waits for another warp.
 //          The last block of a pair (a counter) folds the parts in order.
-// Shared   WARPS * STAGES pieces of PIECE bytes (4 KiB at d 128), at least MERGE_BYTES; barriers are static
+// Shared   WORKERS * STAGES pieces of PIECE bytes (4 KiB at d 128), at least MERGE_BYTES; barriers are static
 // Parts    of spans, or of leaves if FOLD_LEAVES is 0 and WHOLE_SPANS is 0; with FOLD_LEAVES 1 a block is one span
-// Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS STAGES WHOLE_SPANS FOLD_LEAVES
+// Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS WORKERS STAGES WHOLE_SPANS FOLD_LEAVES
 //
 // Matrix steps are transposed, S^T = K q^T and O^T = V^T P^T: the 16 tokens of a unit are rows, the heads of the group
 // columns. K and V keep their plain layout: rows are 128 or 256 bytes, so lanes of one column of rows would meet in
@@ -28,6 +28,7 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 #define THREADS (WARPS * 32)
 #define PIECE (BLOCK * D * 2)
 #define RING (STAGES * PIECE)
+#define AT_ONCE (STAGES >= 4 ? 2 : 1)
 #ifndef BLOCKS_A_SM
 #define BLOCKS_A_SM 1
 #endif
@@ -69,26 +70,44 @@ __device__ __forceinline__ void issue(const Entry& e, int piece, u32 ring, u32 b
   }
 }
 
-// s[4] = K q^T of one unit: tokens g and g + 8, heads 2 c and 2 c + 1.
-__device__ __forceinline__ void unit_logits(float (&s)[4], u32 k, const u32 (&q)[D / 16][2], int g, int c) {
-  s[0] = s[1] = s[2] = s[3] = 0.f;
-  const u32 turn = g & 3, from = k + g * (D * 2) + c * 8;
+// The operands of 64 dims of a unit's K: rows g and g + 8.
+struct Keys {
+  uint2 x[2][4];
+};
+
+__device__ __forceinline__ Keys load_keys(u32 from, u32 turn) {
+  Keys k;
+#pragma unroll
+  for (int y = 0; y < 2; y++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) k.x[y][i] = load_shared8(from + y * 8 * D * 2 + ((i ^ turn) * 32));
+    swap_if(turn & 1, k.x[y][0], k.x[y][1]);
+    swap_if(turn & 1, k.x[y][2], k.x[y][3]);
+    swap_if(turn & 2, k.x[y][0], k.x[y][2]);
+    swap_if(turn & 2, k.x[y][1], k.x[y][3]);
+  }
+  return k;
+}
+
+// s[4] = K q^T of each of N units: tokens g and g + 8, heads 2 c and 2 c + 1. Matrix steps of several units alternate,
+// since those of one follow each other.
+template <int N>
+__device__ __forceinline__ void unit_logits(float (*s)[4], const u32 (&k)[N], const u32 (&q)[D / 16][2], int g, int c) {
+  const u32 turn = g & 3, row = g * (D * 2) + c * 8;
+#pragma unroll
+  for (int n = 0; n < N; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
   for (int h = 0; h < D / 64; h++) {
-    uint2 x[2][4];
+    Keys keys[N];
 #pragma unroll
-    for (int y = 0; y < 2; y++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) x[y][i] = load_shared8(from + y * 8 * D * 2 + h * 128 + ((i ^ turn) * 32));
-      swap_if(turn & 1, x[y][0], x[y][1]);
-      swap_if(turn & 1, x[y][2], x[y][3]);
-      swap_if(turn & 2, x[y][0], x[y][2]);
-      swap_if(turn & 2, x[y][1], x[y][3]);
-    }
+    for (int n = 0; n < N; n++) keys[n] = load_keys(k[n] + row + h * 128, turn);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 a[4] = {x[0][i].x, x[1][i].x, x[0][i].y, x[1][i].y};
-      mma(s, a, q[h * 4 + i][0], q[h * 4 + i][1]);
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        const u32 a[4] = {keys[n].x[0][i].x, keys[n].x[1][i].x, keys[n].x[0][i].y, keys[n].x[1][i].y};
+        mma(s[n], a, q[h * 4 + i][0], q[h * 4 + i][1]);
+      }
     }
   }
 }
@@ -187,21 +206,19 @@ __device__ __forceinline__ void write_part(const Part& part, float* to, i64 row_
 
 #include "decode_merge.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode(const __grid_constant__ AttendParams p) {
-  extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barrier_words[WARPS * STAGES];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+// What one worker does, from its first copy to its last part.
+__device__ __forceinline__ void work(const AttendParams& p, u8* memory, u64* barrier_words, int lane, int warp, int g, int c) {
   const int sequence = blockIdx.y / KV_HEADS, head = blockIdx.y % KV_HEADS;
   const u32 ring = shared_address(memory) + warp * RING, barriers = shared_address(barrier_words) + warp * STAGES * 8;
   if (lane == 0) init_barriers(barriers, STAGES);
   __syncwarp();
 
   const i64 list = (i64)blockIdx.y * p.entries;
-  const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), item = blockIdx.x * WARPS + warp;
+  const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), item = blockIdx.x * WORKERS + warp;
   Leaves leaves;
   leaves.leaves_a_span = p.span_blocks / UNITS;
 #if WHOLE_SPANS
-  const int spans = p.parts, step = gridDim.x * WARPS;
+  const int spans = p.parts, step = gridDim.x * WORKERS;
   leaves.first = item * leaves.leaves_a_span;
   leaves.stride = (step - 1) * leaves.leaves_a_span;
   const int mine = item < spans ? (spans - 1 - item) / step + 1 : 0;
@@ -240,12 +257,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
     const u32 turn = (16 / STAGES) % 2 ? i & 1 : 0;
     float s[UNITS][4];
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-      wait(barriers + u % STAGES * 8, (u / STAGES + turn) & 1);
-      unit_logits(s[u], ring + u % STAGES * PIECE, q, g, c);
+    for (int u = 0; u < UNITS; u += AT_ONCE) {
+      u32 from[AT_ONCE];
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; n++) {
+        wait(barriers + (u + n) % STAGES * 8, ((u + n) / STAGES + turn) & 1);
+        from[n] = ring + (u + n) % STAGES * PIECE;
+      }
+      unit_logits<AT_ONCE>(s + u, from, q, g, c);
       __syncwarp();
-      if (u + STAGES < 2 * UNITS) issue(now, u + STAGES, ring, barriers, see, policy, lane);
-      else if (more) issue(next, u + STAGES - 2 * UNITS, ring, barriers, see, policy, lane);
+#pragma unroll
+      for (int piece = u; piece < u + AT_ONCE; piece++) {
+        if (piece + STAGES < 2 * UNITS) issue(now, piece + STAGES, ring, barriers, see, policy, lane);
+        else if (more) issue(next, piece + STAGES - 2 * UNITS, ring, barriers, see, policy, lane);
+      }
     }
     u32 seen = 0xffff;  // bits 2 u and 2 u + 1: tokens g and g + 8 of unit u
     if (!whole) {
@@ -285,6 +310,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   }
 #if FOLD_LEAVES
   if (leaves.count == 0 && lane < 8) leaf_sums(memory)[warp * 8 + lane] = make_float2(NOTHING, 0.f);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 barrier_words[WORKERS * STAGES];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  if (warp < WORKERS) work(p, memory, barrier_words, lane, warp, g, c);
+#if FOLD_LEAVES
   __syncthreads();
   fold_block(p, memory);
 #endif

@@ -52,7 +52,7 @@ struct AttendParams {
 
 __device__ __forceinline__ float exp2_of(float x) {
   float r;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 

@@ -4,7 +4,7 @@
 #define MOST_PARTS 256  // of a pair, folded in the launch; beyond, merge_spans (finalize.cu) does it
 #define SKIP (-1.f)     // the weight of a part of which the row sees nothing
 
-__device__ __forceinline__ float2* leaf_sums(u8* memory) { return (float2*)(memory + WARPS * RING); }
+__device__ __forceinline__ float2* leaf_sums(u8* memory) { return (float2*)(memory + WORKERS * RING); }
 
 __device__ __forceinline__ void fold_leaf(Part& span, const Part& leaf) {
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ void write_global(const AttendParams& p, const Part& 
 }
 
 #if FOLD_LEAVES
-// The leaves of a block's warps are one span.
+// The leaves of a block's workers are one span.
 __device__ __forceinline__ void fold_block(const AttendParams& p, u8* memory) {
   const i64 at = first_row() * p.parts + blockIdx.x;
   for (int e = threadIdx.x; e < GROUP * D / 2; e += THREADS) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void fold_block(const AttendParams& p, u8* memory) {
     float reference = NOTHING, sum = 0.f;
     float2 o = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) {
+    for (int i = 0; i < WORKERS; i++) {
       const float2 s = leaf_sums(memory)[i * 8 + head];
       if (is_empty(s.x, s.y)) continue;
       const float2 x = *(const float2*)(memory + i * RING + e * 8);
@@ -78,90 +78,129 @@ __device__ __forceinline__ float fold_many(Weights* w, const float2* sums, int c
   return reference;
 }
 
-// The last block of a pair folds its parts into the state, or ends the attention if `out` is given.
-//
-// Shared: sums of the spans [GROUP][spans], weights of the spans [GROUP][spans], weights of the leaves [GROUP][parts],
-// state [GROUP]: 8 bytes each.
-__device__ __forceinline__ void merge(const AttendParams& p, u8* memory) {
+#define AHEAD 16  // parts of a thread's two dims in flight, twice
+
+__device__ __forceinline__ void load_parts(float2 (&v)[AHEAD], const float2* from, int first, int count) {
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+    if (first + i < count) v[i] = load_cg(from + (i64)(first + i) * (D / 2));
+}
+
+// What the merge keeps in shared memory: MERGE_BYTES of cuda_attention.py.
+struct MergeMemory {
+  float2 *given, *sums;    // R, l: of the parts [GROUP][parts], of the spans [GROUP][spans]
+  Weights *inner, *outer;  // of the parts and of the spans, likewise
+  float2* state;           // [GROUP]: R behind, l before
+};
+
+// References, sums and weights of everything that is folded, from the parts' references and sums.
+__device__ __forceinline__ void weigh(const AttendParams& p, const MergeMemory& m, int inner, int spans) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#if WHOLE_SPANS || FOLD_LEAVES
-  const int inner = 1, spans = p.parts;
-#else
-  const int inner = p.span_blocks / UNITS, spans = (p.parts + inner - 1) / inner;
-#endif
-  float2* sums = (float2*)memory;
-  Weights* outer_w = (Weights*)(sums + GROUP * spans);
-  Weights* inner_w = outer_w + GROUP * spans;
-  float2* state = (float2*)(inner_w + GROUP * p.parts);  // reference behind, sum before
-  const float2* given = p.partial_sums + first_row() * p.parts;
+  const float2* from = p.partial_sums + first_row() * p.parts;
+  for (int i = threadIdx.x; i < GROUP * p.parts; i += THREADS) m.given[i] = load_cg(from + i);
+  __syncthreads();
   for (int i = threadIdx.x; i < GROUP * spans; i += THREADS) {
     const int head = i / spans, span = i % spans;
     float2 s = {NOTHING, 0.f};
     if (inner == 1) {
-      s = load_cg(given + i);
+      s = m.given[i];
     } else {
-#pragma unroll 8
       for (int k = span * inner; k < min(p.parts, span * inner + inner); k++) {
-        const float2 x = load_cg(given + (i64)head * p.parts + k);
+        const float2 x = m.given[head * p.parts + k];
         Weights w = {1.f, SKIP};
         if (!is_empty(x.x, x.y)) {
           w = fold_weights(&s.x, x.x);
           s.y = fold(s.y, x.y, w);
         }
-        inner_w[head * p.parts + k] = w;
+        m.inner[head * p.parts + k] = w;
       }
     }
-    sums[i] = s;
+    m.sums[i] = s;
   }
   __syncthreads();
   for (int head = warp; head < GROUP; head += WARPS) {
-    const float before = p.begin ? NOTHING : p.maximum[first_row() + head];
-    const float after = fold_many(outer_w + head * spans, sums + head * spans, spans, before);
-    if (lane == 0) state[head] = make_float2(after, p.begin ? 0.f : p.total[first_row() + head]);
+    const i64 row = first_row() + head;
+    const float before = p.begin ? NOTHING : p.maximum[row];
+    const float after = fold_many(m.outer + head * spans, m.sums + head * spans, spans, before);
+    if (lane == 0) m.state[head] = make_float2(after, p.begin ? 0.f : p.total[row]);
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < GROUP * D / 2; e += THREADS) {
-    const int head = e / (D / 2), pair = e % (D / 2);
+}
+
+// Two dims of a head being folded.
+struct Folded {
+  float2 o, span;
+  float sum;
+};
+
+__device__ __forceinline__ void fold_parts(const MergeMemory& m, Folded& f, const float2 (&v)[AHEAD], int first, int parts,
+                                           int head, int inner, int spans) {
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    const int k = first + i;
+    if (k >= parts) break;
+    if (inner == 1) {
+      f.span = v[i];
+    } else {
+      const Weights w = m.inner[head * parts + k];
+      if (k % inner == 0) f.span = make_float2(0.f, 0.f);
+      if (w.part != SKIP) f.span = make_float2(fold(f.span.x, v[i].x, w), fold(f.span.y, v[i].y, w));
+      if (k % inner != inner - 1 && k != parts - 1) continue;
+    }
+    const int span = head * spans + k / inner;
+    const Weights w = m.outer[span];
+    if (w.part == SKIP) continue;
+    f.o = make_float2(fold(f.o.x, f.span.x, w), fold(f.o.y, f.span.y, w));
+    f.sum = fold(f.sum, m.sums[span].y, w);
+  }
+}
+
+// The last block of a pair folds its parts into the state, or ends the attention if `out` is given.
+__device__ __forceinline__ void merge(const AttendParams& p, u8* memory) {
+#if WHOLE_SPANS || FOLD_LEAVES
+  constexpr int inner = 1;
+  const int spans = p.parts;
+#else
+  const int inner = p.span_blocks / UNITS, spans = (p.parts + inner - 1) / inner;
+#endif
+  MergeMemory m;
+  m.given = (float2*)memory;
+  m.sums = m.given + GROUP * p.parts;
+  m.inner = (Weights*)(m.sums + GROUP * spans);
+  m.outer = m.inner + GROUP * p.parts;
+  m.state = (float2*)(m.outer + GROUP * spans);
+  bool weighed = false;
+  for (int first_e = 0; first_e < GROUP * D / 2; first_e += THREADS) {
+    const int e = first_e + threadIdx.x, head = min(e / (D / 2), GROUP - 1), pair = e % (D / 2);
+    const bool mine = e < GROUP * D / 2;
     const i64 row = first_row() + head;
     const float2* x = (const float2*)(p.partial + row * p.parts * D) + pair;
-    float2 o = {0.f, 0.f}, part = {0.f, 0.f};
-    float sum = state[head].y;
-    if (!p.begin) o = ((const float2*)(p.weighted + row * D))[pair];
-    for (int first = 0; first < p.parts; first += 16) {
-      float2 v[16];
-#pragma unroll
-      for (int i = 0; i < 16; i++)
-        if (first + i < p.parts) v[i] = load_cg(x + (i64)(first + i) * (D / 2));
-#pragma unroll
-      for (int i = 0; i < 16; i++) {
-        const int k = first + i;
-        if (k >= p.parts) break;
-        if (inner == 1) {
-          part = v[i];
-        } else {
-          const Weights w = inner_w[head * p.parts + k];
-          if (k % inner == 0) part = make_float2(0.f, 0.f);
-          if (w.part != SKIP) part = make_float2(fold(part.x, v[i].x, w), fold(part.y, v[i].y, w));
-          if (k % inner != inner - 1 && k != p.parts - 1) continue;
-        }
-        const int span = k / inner;
-        const Weights w = outer_w[head * spans + span];
-        if (w.part == SKIP) continue;
-        o = make_float2(fold(o.x, part.x, w), fold(o.y, part.y, w));
-        sum = fold(sum, sums[head * spans + span].y, w);
-      }
+    const int count = mine ? p.parts : 0;
+    float2 v[AHEAD], next[AHEAD];
+    load_parts(v, x, 0, count);  // in flight while the weights are found
+    load_parts(next, x, AHEAD, count);
+    if (!weighed) weigh(p, m, inner, spans);
+    weighed = true;
+    if (!mine) continue;
+    Folded f = {{0.f, 0.f}, {0.f, 0.f}, m.state[head].y};
+    if (!p.begin) f.o = ((const float2*)(p.weighted + row * D))[pair];
+    for (int first = 0; first < count; first += 2 * AHEAD) {
+      fold_parts(m, f, v, first, count, head, inner, spans);
+      load_parts(v, x, first + 2 * AHEAD, count);
+      fold_parts(m, f, next, first + AHEAD, count, head, inner, spans);
+      load_parts(next, x, first + 3 * AHEAD, count);
     }
     if (p.out) {
       u16* out = p.out + blockIdx.y / KV_HEADS * p.out_stride[0] + (blockIdx.y % KV_HEADS * GROUP + head) * p.out_stride[2];
-      out[2 * pair * p.out_stride[3]] = output_of(o.x, sum);
-      out[(2 * pair + 1) * p.out_stride[3]] = output_of(o.y, sum);
-      if (p.lse && pair == 0) p.lse[row] = lse_of(state[head].x, sum);
+      out[2 * pair * p.out_stride[3]] = output_of(f.o.x, f.sum);
+      out[(2 * pair + 1) * p.out_stride[3]] = output_of(f.o.y, f.sum);
+      if (p.lse && pair == 0) p.lse[row] = lse_of(m.state[head].x, f.sum);
     } else {
-      ((float2*)(p.weighted + row * D))[pair] = o;
-    }
-    if (!p.out && pair == 0) {
-      p.maximum[row] = state[head].x;
-      p.total[row] = sum;
+      ((float2*)(p.weighted + row * D))[pair] = f.o;
+      if (pair == 0) {
+        p.maximum[row] = m.state[head].x;
+        p.total[row] = f.sum;
+      }
     }
   }
 }

@@ -67,13 +67,23 @@ __device__ __forceinline__ void flush(const AttendParams& p, const Tile& tile, R
         p.maximum[at] = reference;
         p.total[at] = empty ? sum : fold(sum, rows.sum[y], w);
       }
-      float* to = p.weighted + at * VALUE_DIM + 2 * c;
+      // All loads before the first store: they are in flight together.
+      float2* to = (float2*)(p.weighted + at * VALUE_DIM) + c;
+      float2 x[VALUE_DIM / 8];
+      if (fresh) {
 #pragma unroll
-      for (int n = 0; n < VALUE_DIM / 8; n++) {
-        float2 x = fresh ? make_float2(0.f, 0.f) : *(float2*)(to + n * 8);
-        if (!empty) x = make_float2(fold(x.x, o[n][2 * y], w), fold(x.y, o[n][2 * y + 1], w));
-        *(float2*)(to + n * 8) = x;
+        for (int n = 0; n < VALUE_DIM / 8; n++) x[n] = make_float2(0.f, 0.f);
+      } else {
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; n++) x[n] = to[n * 4];
       }
+      if (!empty) {
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; n++)
+          x[n] = make_float2(fold(x[n].x, o[n][2 * y], w), fold(x[n].y, o[n][2 * y + 1], w));
+      }
+#pragma unroll
+      for (int n = 0; n < VALUE_DIM / 8; n++) to[n * 4] = x[n];
     }
   }
   clear(rows, o);

@@ -1,0 +1,184 @@
+// Attention of many query rows over whole spans that all of them see: wgmma, tensor-map copies. sm_90a, d 128.
+//
+// Formula and tree: attention.cuh; the same bits as attend_tile, which takes what is not whole: the diagonal, the tail,
+// lists, windows. Reference: hsswap/driver/host_attention.py.
+//
+// Grid     x: tiles of 128 of the R * GROUP (row, query head) pairs of a KV head; y: S * H
+// Block    two warpgroups of 64 pairs each, and one of which a warp copies
+// Shared   1,024-aligned: Q [2 halves of d][128][128 B], K [STAGES][2 halves of d][128 tokens][128 B], V [STAGES][8
+//          blocks][2 halves of d][16 tokens][128 B], rows of 128 bytes swizzled; barriers are static
+// Constants  HEAD_DIM VALUE_DIM (128) GROUP KV_HEADS BLOCK (16) TRANSFORM
+//
+// A warpgroup issues P V of a leaf and S of the next while the other one takes weights (named barriers give turns);
+// the fold of a leaf runs beside its next S.
+
+#include "attention.cuh"
+
+#define TILE 128
+#define THREADS 256
+#define DK_PAD HEAD_DIM
+#define DV_PAD VALUE_DIM
+#define K_ROW 256
+#define V_ROW 256
+#define APART 1
+#define WIDE 1
+#include "ring.cuh"
+#include "tile_softmax.cuh"
+#include "tile_loads.cuh"
+#include "tile_ends.cuh"
+
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // cuda_attention.py does not launch it there
+struct __align__(64) WideParams { u64 maps[32]; AttendParams p; };
+extern "C" __global__ void attend_wide(const __grid_constant__ WideParams given) {}
+#else
+#include "wgmma.cuh"
+
+struct __align__(64) WideParams {
+  TensorMap keys, values;  // boxes of 64 dims x 16 tokens, and of 64 x 16 x 2 halves
+  AttendParams p;
+};
+
+#define STAGES 2
+#define HALF (TILE * 128)      // of Q or K
+#define PIECE_BYTES (2 * HALF)  // K or V of a leaf
+#define CONSUMER_WARPS 8
+
+struct Barriers {
+  u32 full_k, full_v, empty_k, empty_v;
+};
+
+__device__ __forceinline__ void produce(const WideParams& given, const Barriers& b, u32 k, u32 v, int leaves) {
+  const int lane = threadIdx.x & 31;
+  const int* slots = given.p.slots + (i64)blockIdx.y * given.p.entries;
+  const int block = lane < 16 ? lane >> 1 : lane & 7;
+  int slot = slots[block];
+  for (int i = 0; i < leaves; i++) {
+    const int stage = i % STAGES;
+    const u32 parity = (i / STAGES - 1) & 1;
+    const int next = i + 1 < leaves ? slots[(i + 1) * (LEAF / BLOCK) + block] : 0;
+    const int row = slot * 2 * BLOCK;
+    if (i >= STAGES) wait(b.empty_k + stage * 8, parity);
+    if (lane == 0) expect(b.full_k + stage * 8, PIECE_BYTES);
+    __syncwarp();
+    if (lane < 16)
+      copy_box(k + stage * PIECE_BYTES + (lane & 1) * HALF + block * BLOCK * 128, &given.keys, 0, row, lane & 1,
+               b.full_k + stage * 8);
+    if (i >= STAGES) wait(b.empty_v + stage * 8, parity);
+    if (lane == 0) expect(b.full_v + stage * 8, PIECE_BYTES);
+    __syncwarp();
+    if (lane >= 16 && lane < 24)
+      copy_box(v + stage * PIECE_BYTES + block * BLOCK * 256, &given.values, 0, row + BLOCK, 0, b.full_v + stage * 8);
+    slot = next;
+  }
+}
+
+// Q of the tile into swizzled rows, by both warpgroups.
+__device__ __forceinline__ void load_wide_queries(const AttendParams& p, const Tile& tile, u32 q, int pair0) {
+  const int sequence = blockIdx.y / KV_HEADS, head = blockIdx.y % KV_HEADS;
+  for (int i = threadIdx.x; i < TILE * (HEAD_DIM / 8); i += THREADS) {
+    const int m = i / (HEAD_DIM / 8), chunk = i % (HEAD_DIM / 8), pair = pair0 + m;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (m < tile.pairs)
+      x = *(const uint4*)(p.queries + sequence * p.query_stride[0] + (pair / GROUP) * p.query_stride[1] +
+                          (head * GROUP + pair % GROUP) * p.query_stride[2] + chunk * 8);
+    const u32 to = q + chunk / 8 * HALF + m * 128 + (((chunk & 7) ^ (m & 7)) << 4);
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;\nbar.sync 3, 256;" ::: "memory");
+}
+
+__device__ __forceinline__ void issue_logits(float (&s)[16][4], u32 q, u32 k) {
+  begin_steps();
+#pragma unroll
+  for (int d = 0; d < HEAD_DIM / 16; d++)
+    step_shared(s, operand(q + d / 4 * HALF + d % 4 * 32, 16, 1024), operand(k + d / 4 * HALF + d % 4 * 32, 16, 1024), d > 0);
+  commit_steps();
+}
+
+__device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b, const Tile& tile, int pair0, u32 q, u32 k,
+                                        u32 v, int leaves) {
+  const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, leaves_a_span = p.span_blocks * BLOCK / LEAF;
+  load_wide_queries(p, tile, q, pair0);
+  q += group * 64 * 128;
+  Rows rows;
+  float o[DV_PAD / 8][4], s[LEAF / 8][4];
+  clear(rows, o);
+  bool fresh = p.begin;
+  if (group == 1) give_turn(0);
+  wait(b.full_k, 0);
+  issue_logits(s, q, k);
+  wait_steps(s);
+  if (lane == 0) arrive(b.empty_k);
+  for (int i = 0; i < leaves; i++) {
+    const int stage = i % STAGES, ahead = (i + 1) % STAGES;
+    float reference[2], sum[2], acc[16][4];
+    u32 weights[LEAF / 16][4];
+    softmax<false>(p, s, weights, rows, reference, sum, nullptr);
+    wait(b.full_v + stage * 8, (i / STAGES) & 1);
+    if (i + 1 < leaves) wait(b.full_k + ahead * 8, ((i + 1) / STAGES) & 1);
+    await_turn(group);
+    begin_steps();
+#pragma unroll
+    for (int u = 0; u < LEAF / 16; u++)
+      step_registers(acc, weights[u], operand(v + stage * PIECE_BYTES + u * BLOCK * 256, BLOCK * 128, 1024), u > 0);
+    commit_steps();
+    wait_steps(acc);
+    if (lane == 0) arrive(b.empty_v + stage * 8);
+    // Behind the last leaf of what lies there, for nothing: a branch here would make the compiler serialise the steps.
+    issue_logits(s, q, k + ahead * PIECE_BYTES);
+    give_turn(group ^ 1);
+    Weights w[2];
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+      w[y] = {1.f, 0.f};
+      if (!is_empty(reference[y], sum[y])) {
+        w[y] = fold_weights(&rows.reference[y], reference[y]);
+        rows.sum[y] = fold(rows.sum[y], sum[y], w[y]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < DV_PAD / 8; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) o[n][j] = fold(o[n][j], acc[n][j], w[j >> 1]);
+    if ((i + 1) % leaves_a_span == 0) {
+      flush(p, tile, rows, o, pair0, i / leaves_a_span, fresh);
+      fresh = false;
+    }
+    wait_steps(s);
+    if (lane == 0 && i + 1 < leaves) arrive(b.empty_k + ahead * 8);
+  }
+  if (group == 0) await_turn(0);  // the last turn given to it
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) attend_wide(const __grid_constant__ WideParams given) {
+  extern __shared__ __align__(1024) u8 memory[];
+  __shared__ __align__(8) u64 barriers[4 * STAGES];
+  const AttendParams& p = given.p;
+  const u32 q = shared_address(memory), k = q + 2 * HALF, v = k + STAGES * PIECE_BYTES;
+  Barriers b;
+  b.full_k = shared_address(barriers);
+  b.full_v = b.full_k + STAGES * 8;
+  b.empty_k = b.full_v + STAGES * 8;
+  b.empty_v = b.empty_k + STAGES * 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      init_barrier(b.full_k + i * 8, 1);
+      init_barrier(b.full_v + i * 8, 1);
+      init_barrier(b.empty_k + i * 8, CONSUMER_WARPS);
+      init_barrier(b.empty_v + i * 8, CONSUMER_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  Tile tile;
+  const int pair0 = blockIdx.x * TILE, leaves = p.parts * (p.span_blocks * BLOCK / LEAF);
+  tile.pairs = min(TILE, p.rows * GROUP - pair0);
+  if (threadIdx.x >= THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x < THREADS + 32) produce(given, b, k, v, leaves);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    consume(p, b, tile, pair0, q, k, v, leaves);
+  }
+}
+#endif
