@@ -88,25 +88,28 @@ class Inputs:
 
 
 def make_inputs(case: Case, span_tokens: int) -> list[Inputs]:
-    """Sets of random inputs. The pool is as large as its slots are many."""
+    """Sets of random inputs: blocks in random block slots, as the swap's pools give them out."""
     import torch
 
     group = LayerGroup(1, case.q_heads, case.kv_heads, case.head_dim)
     unit = BLOCK_SIZE * case.head_dim * 2 * 2
     blocks = case.tokens // BLOCK_SIZE
     count = max(1, -(-ROTATED_BYTES // case.kv_bytes)) if case.rows == 1 else 1
-    units = case.batch * case.kv_heads * blocks
-    places = max(POOL_BYTES // unit, count * units)
+    heads = case.kv_heads
+    block_slots = max(POOL_BYTES // (unit * heads), count * case.batch * blocks)
+    places = block_slots * heads
     generator = torch.Generator("cuda").manual_seed(7)
     pool = torch.empty((places, 2, BLOCK_SIZE, case.head_dim), dtype=torch.bfloat16, device="cuda")
     for part in pool.split(1 << 16):
         part.normal_(generator=generator)
-    order = np.random.default_rng(7).permutation(places).astype(np.int32)
+    order = np.random.default_rng(7).permutation(block_slots).astype(np.int32)
     raw = pool.view(torch.uint8).view(places, unit)
     memory = Tensor(raw.data_ptr(), (places, unit), (unit, 1), "u8", True, pool)
     sets: list[Inputs] = []
     for i in range(count):
-        slots = order[i * units : (i + 1) * units].reshape(case.batch, case.kv_heads, blocks)
+        taken_slots = order[i * case.batch * blocks :][: case.batch * blocks]
+        head = np.arange(heads, dtype=np.int32)[:, None]
+        slots = taken_slots.reshape(case.batch, 1, blocks) * np.int32(heads) + head
         taken = pool[torch.from_numpy(slots.astype(np.int64)).cuda()]
         shape = (case.batch, case.kv_heads, case.tokens, case.head_dim)
         keys = taken[:, :, :, 0].reshape(shape).contiguous()

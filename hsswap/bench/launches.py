@@ -6,6 +6,7 @@ Needs torch, which is asked for streams, graphs and events only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ WORKSPACE_BYTES = 320 << 20
 class StaticLauncher:
     """A :class:`Launcher` whose uploads are made once an array and stay.
 
-    The device's own go through a ring, which a graph could not replay. Arrays are known by
-    identity: keep the records alive. Run an operation once before capturing it.
+    The device's own go through a ring, which a graph could not replay. Arrays are known by their
+    content, since launch code makes some itself. Run an operation once before capturing it.
     """
 
     def __init__(self, device: Launcher) -> None:
@@ -29,7 +30,7 @@ class StaticLauncher:
 
         self._torch = torch
         self._device = device
-        self._uploads: dict[int, tuple[NDArray[Any], Any]] = {}
+        self._uploads: dict[tuple[int, bytes], Any] = {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self.arch = device.arch
         self.compute_capability = device.compute_capability
@@ -59,11 +60,12 @@ class StaticLauncher:
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Address of a copy that stays."""
-        known = self._uploads.get(id(array))
+        digest = blake2b(array.tobytes()).digest()
+        known = self._uploads.get((array.nbytes, digest))
         if known is None:
-            copy = self._torch.from_numpy(np.ascontiguousarray(array)).cuda()
-            known = self._uploads[id(array)] = (array, copy)
-        return int(known[1].data_ptr())
+            known = self._torch.from_numpy(np.ascontiguousarray(array)).cuda()
+            self._uploads[array.nbytes, digest] = known
+        return int(known.data_ptr())
 
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """One for all operations, which follow each other on one stream."""

@@ -39,6 +39,9 @@ struct __align__(64) WideParams {
 };
 
 #define STAGES 2
+#ifndef TURNS
+#define TURNS 1
+#endif
 #define HALF (TILE * 128)      // of Q or K
 #define PIECE_BYTES (2 * HALF)  // K or V of a leaf
 #define CONSUMER_WARPS 8
@@ -104,7 +107,9 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
   float o[DV_PAD / 8][4], s[LEAF / 8][4];
   clear(rows, o);
   bool fresh = p.begin;
+#if TURNS
   if (group == 1) give_turn(0);
+#endif
   wait(b.full_k, 0);
   issue_logits(s, q, k);
   wait_steps(s);
@@ -116,7 +121,9 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     softmax<false>(p, s, weights, rows, reference, sum, nullptr);
     wait(b.full_v + stage * 8, (i / STAGES) & 1);
     if (i + 1 < leaves) wait(b.full_k + ahead * 8, ((i + 1) / STAGES) & 1);
+#if TURNS
     await_turn(group);
+#endif
     begin_steps();
 #pragma unroll
     for (int u = 0; u < LEAF / 16; u++)
@@ -126,7 +133,9 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     if (lane == 0) arrive(b.empty_v + stage * 8);
     // Behind the last leaf of what lies there, for nothing: a branch here would make the compiler serialise the steps.
     issue_logits(s, q, k + ahead * PIECE_BYTES);
+#if TURNS
     give_turn(group ^ 1);
+#endif
     Weights w[2];
 #pragma unroll
     for (int y = 0; y < 2; y++) {
@@ -147,7 +156,9 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     wait_steps(s);
     if (lane == 0 && i + 1 < leaves) arrive(b.empty_k + ahead * 8);
   }
+#if TURNS
   if (group == 0) await_turn(0);  // the last turn given to it
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) attend_wide(const __grid_constant__ WideParams given) {

@@ -16,6 +16,7 @@ def _decode(
     return {
         **dims,
         "WARPS": warps,
+        "WORKERS": min(warps, 2 if stages == 16 else 8),
         "STAGES": stages,
         "WHOLE_SPANS": spans,
         "FOLD_LEAVES": fold,
@@ -36,7 +37,7 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
             _decode(_LLAMA, 8, 4, 1, 0, 1),
             _decode(_LLAMA, 4, 4, 1, 0, 2),
             _decode(_LLAMA, 8, 2, 0, 1, 2),
-            _decode(_LLAMA, 2, 16, 0, 0, 2),
+            _decode(_LLAMA, 8, 16, 0, 0, 1),
             _decode(_SMOL, 8, 4, 1, 0, 1),
             _decode(_SMOL, 8, 2, 0, 1, 2),
         ),
@@ -46,6 +47,7 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
         "attend_tile",
         examples=(_tile(_LLAMA, 1, 1, 0), _tile(_ODD, 0, 1, 1), _tile(_WIDE, 1, 0, 2)),
     ),
+    "attend_wide": Kernel("attend_wide.cu", "attend_wide", True, ({**_LLAMA, "TRANSFORM": 0},)),
     "merge_spans": Kernel("finalize.cu", "merge_spans", True, ({**_LLAMA, "TRANSFORM": 0},)),
     "block_logsumexp": Kernel(
         "finalize.cu", "block_logsumexp", True, ({**_LLAMA, "TRANSFORM": 2},)
