@@ -1,0 +1,189 @@
+"""The parameters of the attention kernels: sizes, constants, packed structs, tensor maps."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hsswap.config import LayerGroup
+from hsswap.driver.base import Stream
+from hsswap.driver.cuda_seam import Launcher
+from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork
+from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.errors import ArgumentError, DeviceError
+
+LEAF_TOKENS = 128
+COUNTER_BYTES = 1 << 16
+MOST_COUNTERS = COUNTER_BYTES // 4
+_ATTEND = struct.Struct("<15Q10q8i2f")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a call. ``pairs``: S * H; ``rows_in_state``: S * R * Q."""
+
+    sequences: int
+    rows: int
+    entries: int
+    pairs: int
+    spans: int
+    leaves: int
+    leaves_a_span: int
+    rows_in_state: int
+
+    @classmethod
+    def of(cls, work: AttendWork) -> Shape:
+        sequences, rows, q_heads, _ = work.queries.shape
+        entries = work.slots.shape[2]
+        size = work.units.block_size
+        return cls(
+            sequences,
+            rows,
+            entries,
+            sequences * work.units.group.kv_heads,
+            -(-entries // work.span_blocks),
+            -(-entries * size // LEAF_TOKENS),
+            work.span_blocks * size // LEAF_TOKENS,
+            sequences * rows * q_heads,
+        )
+
+
+def attend_params(
+    device: Launcher,
+    stream: Stream,
+    work: AttendWork,
+    shape: Shape,
+    parts: int,
+    end: FinalizeWork | None = None,
+    *,
+    partial: bool = True,
+) -> bytes:
+    """Upload the index arrays and pack ``AttendParams`` of attention.cuh."""
+    group = work.units.group
+    counters = part_sums = part_rows = 0
+    if partial and parts:
+        sums_bytes = -(-shape.rows_in_state * parts * 8 // 256) * 256
+        rows_bytes = shape.rows_in_state * parts * group.value_dim * 4
+        counters = device.workspace(stream, COUNTER_BYTES + sums_bytes + rows_bytes)
+        part_sums = counters + COUNTER_BYTES
+        part_rows = part_sums + sums_bytes
+    positions = 0
+    if work.positions is not None:
+        positions = device.upload(stream, np.ascontiguousarray(work.positions))
+    return _ATTEND.pack(
+        work.queries.address,
+        work.units.memory.address,
+        0 if work.blocks is None else work.blocks.memory.address,
+        device.upload(stream, np.ascontiguousarray(work.slots)),
+        positions,
+        device.upload(stream, work.lengths),
+        work.state.maximum.address,
+        work.state.total.address,
+        work.state.weighted.address,
+        address_of(work.block_lse),
+        part_rows,
+        part_sums,
+        counters,
+        0 if end is None else end.out.address,
+        0 if end is None else address_of(end.lse),
+        *element_strides(work.queries),
+        *((0, 0, 0, 0) if end is None else element_strides(end.out)),
+        work.units.unit_bytes,
+        0 if work.blocks is None else work.blocks.block_bytes,
+        shape.sequences,
+        shape.rows,
+        shape.entries,
+        work.first_block,
+        work.span_blocks,
+        int(work.begin),
+        group.window or 0,
+        parts,
+        group.logit_scale,
+        group.soft_cap or 1.0,
+    )
+
+
+def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
+    return {
+        "HEAD_DIM": group.head_dim,
+        "VALUE_DIM": group.value_dim,
+        "GROUP": group.group_size,
+        "KV_HEADS": group.kv_heads,
+        "BLOCK": block_size,
+    }
+
+
+def span_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
+    return dim_constants(group, block_size) | {"TRANSFORM": transform_of(group)}
+
+
+def transform_of(group: LayerGroup) -> int:
+    """What is done to logits before their maximum is taken: attend_tile.cu, TRANSFORM."""
+    if group.soft_cap is not None:
+        return 2
+    return 0 if group.logit_scale > 0 and math.isfinite(group.logit_scale) else 1
+
+
+def is_wide(work: AttendWork) -> bool:
+    """Whether every unit lies on 16 bytes."""
+    pools = [work.units.memory.address, work.units.unit_bytes]
+    if work.blocks is not None:
+        pools.append(work.blocks.memory.address)
+    return not any(x % 16 for x in pools)
+
+
+def address_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.address
+
+
+def element_strides(tensor: Tensor) -> tuple[int, ...]:
+    if any(s % 2 for s in tensor.strides):
+        raise ArgumentError(f"strides {tensor.strides} are not whole BF16 elements")
+    return tuple(s // 2 for s in tensor.strides)
+
+
+def require_contiguous(tensor: Tensor, what: str) -> None:
+    wanted = contiguous_strides(tensor.shape, 4)
+    off = any(
+        have != want
+        for have, want, n in zip(tensor.strides, wanted, tensor.shape, strict=True)
+        if n > 1
+    )
+    if off and 0 not in tensor.shape:
+        raise ArgumentError(f"{what} has strides {tensor.strides}; it must be contiguous")
+
+
+def require_contiguous_state(state: AttentionState) -> None:
+    for name in ("maximum", "total", "weighted"):
+        require_contiguous(getattr(state, name), f"state.{name}")
+
+
+@lru_cache(maxsize=64)
+def tensor_map(address: int, rows: int, halves: int) -> bytes:
+    """A pool of units of d 128 as [2 halves of d][rows of K and V][64], in boxes of 16 rows.
+
+    128 bytes, as cuTensorMapEncodeTiled makes them: rows in shared memory swizzled over 128 bytes.
+    """
+    from cuda.bindings import driver
+
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        3,
+        address,
+        [driver.cuuint64_t(n) for n in (64, rows, 2)],
+        [driver.cuuint64_t(n) for n in (256, 128)],
+        [driver.cuuint32_t(n) for n in (64, 16, halves)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status):
+        raise DeviceError(f"cuTensorMapEncodeTiled failed: {status}; report this")
+    return ctypes.string_at(encoded.getPtr(), 128)
