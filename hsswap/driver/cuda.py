@@ -255,6 +255,10 @@ class CudaDevice(Device):
         """See :meth:`Launcher.upload`."""
         return cast(CudaStream, stream).state.upload(array, direct)
 
+    def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
+        """See :meth:`Launcher.keep`."""
+        return cast(CudaStream, stream).state.keep(name, array)
+
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """See :meth:`Launcher.workspace`."""
         return cast(CudaStream, stream).state.workspace(nbytes)

@@ -31,9 +31,10 @@ WARP = 32
 WARPS = 8  # of append, gather and scatter
 THREADS = 256  # of encode, score and checksum
 SELECT_THREADS = 1024
+INLINE_PINNED = 32  # pinned blocks that travel with the parameters
 SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
 
-IN_FLIGHT = 4  # loads of a lane in gather.cu
+IN_FLIGHT = 16  # loads of a lane in gather.cu
 TILE_TOKENS = 16  # of encode.cu
 COLUMNS = 8  # of a thread block in score.cu's project
 CHECKSUM_ROW = 4096  # bytes of a thread block's step in checksum.cu
@@ -41,7 +42,7 @@ CHECKSUM_ROW = 4096  # bytes of a thread block's step in checksum.cu
 COUNTER_BYTES = 1 << 16
 """The start of a workspace, which belongs to kernels that need zeros."""
 
-MOVE_BLOCKS = 64
+MOVE_BLOCKS = 48
 """Thread blocks of gather and scatter: enough for the link, few beside attention (gather.cu)."""
 
 KEPT_KEYS = 24576
@@ -52,9 +53,6 @@ CODE_BLOCKS_AN_SM = 4
 
 BY_16, BY_2 = {"CHUNK": 16}, {"CHUNK": 2}
 """Bytes of one access."""
-
-DIRECT_INDEX_BYTES = 4096
-"""Index lists that every KV head reads: longer ones are worth a copy to the device."""
 
 
 def _chunk(*numbers: int) -> dict[str, int]:
@@ -77,6 +75,13 @@ def _rows(tensor: Tensor, item_bytes: int, what: str) -> int:
     if tensor.shape[1] > 1 and tensor.strides[1] != item_bytes:
         raise ArgumentError(f"{what} has strides {tensor.strides}; its rows must be contiguous")
     return tensor.strides[0] // item_bytes
+
+
+def _matrix(device: Launcher, stream: Stream, matrix: Tensor) -> int:
+    """The address of the predictor's matrix in device memory: every thread block reads it."""
+    if matrix.on_device:
+        return _contiguous(matrix, 2, "matrix")
+    return device.keep(stream, f"matrix at {matrix.address}", matrix.array())
 
 
 def _pools(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
@@ -166,7 +171,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     params = struct.pack(
         "<QQQQQqqiiiiii",
         blocks.memory.address,
-        _contiguous(into.matrix, 2, "matrix"),
+        _matrix(device, stream, into.matrix),
         _contiguous(into.codes, 2, "codes"),
         device.upload(stream, work.host_slots, direct=True),
         device.upload(stream, work.code_index, direct=True),
@@ -179,10 +184,8 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
         rank,
         0,
     )
-    # Every thread block reads the matrix: over the link that costs more than fewer of them.
-    most = device.sm_count * CODE_BLOCKS_AN_SM if into.matrix.on_device else device.sm_count // 4
-    grid = Grid(min(pairs, most))
-    shared_bytes = 2 * dim * (rank + TILE_TOKENS)
+    grid = Grid(min(pairs, CODE_BLOCKS_AN_SM * device.sm_count))
+    shared_bytes = 2 * dim * (-(-rank // 4) * 4 + TILE_TOKENS)
     chunk = _chunk(blocks.memory.address, blocks.unit_bytes)
     device.launch(stream, "encode", chunk, grid, Grid(THREADS), shared_bytes, params)
 
@@ -195,9 +198,8 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         return
     _, _, tokens, rank = codes.codes.shape
     address = _contiguous(codes.codes, 2, "codes")
-    matrix = _contiguous(codes.matrix, 2, "matrix")
+    matrix = _matrix(device, stream, codes.matrix)
     chunk = {"CHUNK": 8 if rank % 8 == 0 and (address | matrix) % 16 == 0 else 1}
-    direct = work.code_index.nbytes <= DIRECT_INDEX_BYTES
     params = struct.pack(
         "<QqqQQQQQqiiiiiifi",
         work.queries.address,
@@ -205,7 +207,8 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         matrix,
         device.workspace(stream, COUNTER_BYTES + 4 * group.q_heads * rank) + COUNTER_BYTES,
         address,
-        device.upload(stream, work.code_index, direct=direct),
+        # The same for all layers, and for as many steps as a block has tokens.
+        device.keep(stream, "code index", work.code_index),
         work.scores.address,
         _rows(work.scores, 4, "scores"),
         count,
@@ -234,10 +237,14 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     heads, blocks = work.scores.shape
     count, places = work.chosen.shape[1], work.cache.slots.shape[1]
     table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 8 * -(-blocks // 32)
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
     keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
-    shared_bytes += 4 * blocks * keep_keys
+    keys = 0
+    if keep_keys:
+        shared_bytes += 4 * blocks
+    else:
+        keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
     if shared_bytes > most:
         raise ArgumentError(
             f"select: {blocks} blocks and {places} cache slots a head need {shared_bytes} bytes of "
@@ -260,11 +267,12 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         strides[1:1] = [0, 0]
     cache = work.cache
     params = struct.pack(
-        "<12Q11q8ifi",
+        f"<13Q11q8if{INLINE_PINNED}ii",
         *(t.address for t in (work.scores, cache.slots, cache.owner, cache.mass, cache.used)),
-        device.upload(stream, work.pinned, direct=True),
+        0 if len(work.pinned) <= INLINE_PINNED else device.upload(stream, work.pinned, direct=True),
         *(0 if t is None else t.address for t in last),
         *(t.address for t in (work.chosen, work.chosen_slots, work.missing, work.left_out)),
+        keys,
         *strides[:3],
         work.left_out.strides[0] // 4,
         *strides[3:],
@@ -277,7 +285,9 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         table,
         sort,
         work.decay,
-        keep_keys,
+        *work.pinned[:INLINE_PINNED].tolist(),
+        *[0] * (INLINE_PINNED - len(work.pinned)),
+        0,
     )
     device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
 

@@ -72,6 +72,12 @@ class Launcher(Protocol):
         (best for short lists that are read once); else a copy in device memory is made.
         """
 
+    def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
+        """As :meth:`upload`, for an array that rarely changes: the last one under ``name`` stays in
+        device memory, and is copied again only when the bytes differ. Returns its address, aligned
+        to 256 bytes, valid until ``name`` is kept again.
+        """
+
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """Address of device memory of this stream, aligned to 256 bytes, kept between launches.
 

@@ -64,6 +64,12 @@ class _Epoch:
     works: list[object]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    content: bytes
+    memory: DeviceBuffer
+
+
 class StreamState:
     """One raw handle: its epochs, ring, workspace and a stream for its wake-ups.
 
@@ -86,6 +92,7 @@ class StreamState:
         self._works = 0
         self._epochs: deque[_Epoch] = deque()
         self._rings = [UploadRing(shared.context, RING_BYTES)]
+        self._kept: dict[str, _Kept] = {}
         self._workspaces = [self._new_workspace(WORKSPACE_BYTES)]
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.wakes = checked(driver.cuStreamCreate(flags), f"{name}: cuStreamCreate")
@@ -131,11 +138,9 @@ class StreamState:
 
     def upload(self, array: NDArray[Any], direct: bool) -> int:
         """See ``Launcher.upload``."""
-        array = np.ascontiguousarray(array)
         nbytes = array.nbytes
-        offset = self._take(max(1, nbytes))
+        offset = self._fill(array)
         ring = self._rings[-1]
-        copy_to(ring.host_address(offset), array)
         if direct and nbytes <= DIRECT_BYTES:
             return ring.host_address(offset)
         target, context = ring.device_address(offset), self.shared.context
@@ -145,6 +150,34 @@ class StreamState:
             )
             checked(status, f"{context.name}: cuMemcpyHtoDAsync")
         return target
+
+    def keep(self, name: str, array: NDArray[Any]) -> int:
+        """See ``Launcher.keep``. One that outgrows its memory blocks for an allocation."""
+        content = array.tobytes()
+        known = self._kept.get(name)
+        if known is not None and known.content == content:
+            return known.memory.address
+        if self._is_capturing():  # the copy would run with the graph, not now
+            return self.upload(array, False)
+        context = self.shared.context
+        if known is not None and known.memory.nbytes >= len(content):
+            memory = known.memory
+        else:
+            memory = self._new_workspace(max(256, 2 * len(content)))
+            self._workspaces.insert(0, memory)  # the last one is the workspace
+        # In stream order behind the kernels that read what was there.
+        source = self._rings[-1].host_address(self._fill(array))
+        status = context.driver.cuMemcpyHtoDAsync(memory.address, source, len(content), self.handle)
+        checked(status, f"{context.name}: cuMemcpyHtoDAsync")
+        self._kept[name] = _Kept(content, memory)
+        return memory.address
+
+    def _fill(self, array: NDArray[Any]) -> int:
+        """Offset in the newest ring of a copy of the array."""
+        array = np.ascontiguousarray(array)
+        offset = self._take(max(1, array.nbytes))
+        copy_to(self._rings[-1].host_address(offset), array)
+        return offset
 
     def _take(self, nbytes: int) -> int:
         ring = self._rings[-1]

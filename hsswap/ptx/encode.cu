@@ -5,8 +5,8 @@
 // K [T, dk] BF16 at the start of unit h of a host slot (mapped memory); matrix [dk, rank] BF16; codes
 // [ids, H, T, rank] BF16, contiguous. Sums in float32, over d in order: a code does not depend on how
 // many blocks are encoded. Grid: thread blocks of THREADS take (block, head) pairs in turn; each keeps
-// the matrix in shared memory: 2 dk rank bytes, then 2 TILE dk for a tile of keys. CHUNK: 16 where the
-// units' addresses divide by it, else 2.
+// the matrix in shared memory, its rows padded to COLUMNS: 2 dk rank bytes, then 2 TILE dk for a tile
+// of keys. CHUNK: 16 where the units' addresses divide by it, else 2.
 // NumPy reference: hsswap.driver.host_ops.encode.
 #include "common.cuh"
 
@@ -25,22 +25,25 @@ struct Params {
 };
 
 constexpr int THREADS = 256;
-constexpr int TILE = 16; // tokens
+constexpr int TILE = 16;    // tokens
+constexpr int COLUMNS = 4; // of the matrix a thread
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     encode(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u16 shared[];
     u16* matrix = shared;
-    u16* keys = shared + p.dim * p.rank;
-    // dk is a multiple of 8, so the matrix is a whole number of 16 bytes; it may lie across the link.
-    if (reinterpret_cast<u64>(p.matrix) % 16 == 0) {
+    int padded = (p.rank + COLUMNS - 1) / COLUMNS * COLUMNS; // columns of the matrix in shared memory
+    u16* keys = shared + p.dim * padded;
+    // dk is a multiple of 8, so the matrix is a whole number of 16 bytes.
+    if (padded == p.rank && reinterpret_cast<u64>(p.matrix) % 16 == 0) {
         for (int at = 8 * threadIdx.x; at < p.dim * p.rank; at += 8 * THREADS) {
             load_chunk(*reinterpret_cast<Chunk<16>*>(matrix + at),
                        reinterpret_cast<const u8*>(p.matrix + at));
         }
     } else {
-        for (int at = threadIdx.x; at < p.dim * p.rank; at += THREADS) {
-            matrix[at] = p.matrix[at];
+        for (int at = threadIdx.x; at < p.dim * padded; at += THREADS) {
+            int column = at % padded;
+            matrix[at] = column < p.rank ? p.matrix[at / padded * p.rank + column] : 0;
         }
     }
     for (int pair = blockIdx.x; pair < p.pairs; pair += gridDim.x) {
@@ -57,14 +60,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 load_chunk(*to_shared, from + 2 * first * p.dim + at);
             }
             __syncthreads();
-            for (int at = threadIdx.x; at < tokens * p.rank; at += THREADS) {
-                const u16* key = keys + at / p.rank * p.dim;
-                const u16* column = matrix + at % p.rank;
-                float sum = 0;
+            int quads = padded / COLUMNS;
+            for (int at = threadIdx.x; at < tokens * quads; at += THREADS) {
+                int token = at / quads;
+                int column = at % quads * COLUMNS;
+                const u16* key = keys + token * p.dim;
+                float sums[COLUMNS] = {};
+#pragma unroll 8
                 for (int d = 0; d < p.dim; d++) {
-                    sum = fmaf(bf16_to_float(key[d]), bf16_to_float(column[d * p.rank]), sum);
+                    float value = bf16_to_float(key[d]);
+                    uint2 pairs = *reinterpret_cast<const uint2*>(matrix + d * padded + column);
+                    sums[0] = fmaf(value, bf16_low(pairs.x), sums[0]);
+                    sums[1] = fmaf(value, bf16_high(pairs.x), sums[1]);
+                    sums[2] = fmaf(value, bf16_low(pairs.y), sums[2]);
+                    sums[3] = fmaf(value, bf16_high(pairs.y), sums[3]);
                 }
-                to[first * p.rank + at] = float_to_bf16(sum);
+                for (int k = 0; k < COLUMNS && column + k < p.rank; k++) {
+                    to[(first + token) * p.rank + column + k] = float_to_bf16(sums[k]);
+                }
             }
         }
     }

@@ -12,7 +12,7 @@
 //   6 results   slots, flags, share left out
 //
 // Dynamic shared memory: sort_size keys and places; count places, count blocks; the cache's four
-// columns; the table; two bits a block; a key a block where that fits. Grid: H thread blocks of THREADS.
+// columns; the table; a bit a block; a key a block where that fits. Grid: H thread blocks of THREADS.
 #include "common.cuh"
 #include "select_parts.cuh"
 
@@ -29,13 +29,15 @@ struct Params {
     int* chosen_slots;
     u8* missing;
     float* left_out;
+    u32* keys; // [H, blocks], null: in shared memory
     i64 score_stride, last_chosen_stride, last_mass_stride, left_out_stride; // elements
     i64 slots_stride, owner_stride, mass_stride, used_stride;
     i64 chosen_stride, chosen_slots_stride, missing_stride;
     int blocks, count, pinned_count, last_count, places, step;
     int table_size, sort_size; // powers of two
     float decay;
-    int keep_keys; // whether shared memory holds the keys of all blocks
+    int few_pinned[32]; // the pinned blocks, where `pinned` is null
+    int pad;
 };
 
 // One head's part of the cache, in shared memory while the kernel runs.
@@ -62,22 +64,26 @@ __device__ __forceinline__ void load(const Params& p, int h, const Cache& cache,
 __device__ __forceinline__ void account(const Params& p, int h, const Cache& cache, Table& table,
                                         Keys& scores) {
     for (int i = threadIdx.x; i < p.pinned_count; i += THREADS) {
-        scores.pin(p.pinned[i]);
+        scores.pin(p.pinned == nullptr ? p.few_pinned[i] : p.pinned[i]);
     }
+    // Asked for before the barrier, used behind it.
+    bool has_last = p.last_chosen != nullptr;
+    const int* last = p.last_chosen + h * p.last_chosen_stride;
+    const float* gained = p.last_mass + h * p.last_mass_stride;
+    bool is_mine = has_last && static_cast<int>(threadIdx.x) < p.last_count;
+    int first_block = is_mine ? last[threadIdx.x] : -1;
+    float first_gain = is_mine ? gained[threadIdx.x] : 0;
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         if (cache.owner[place] >= 0) {
             table.insert(cache.owner[place], place);
         }
     }
     __syncthreads();
-    if (p.last_chosen != nullptr) {
-        const int* last = p.last_chosen + h * p.last_chosen_stride;
-        const float* gained = p.last_mass + h * p.last_mass_stride;
-        for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
-            int place = last[i] < 0 ? -1 : table.find(cache.owner, last[i]);
-            if (place >= 0) {
-                cache.mass[place] += gained[i];
-            }
+    for (int i = threadIdx.x; has_last && i < p.last_count; i += THREADS) {
+        int block = i < THREADS ? first_block : last[i];
+        int place = block < 0 ? -1 : table.find(cache.owner, block);
+        if (place >= 0) {
+            cache.mass[place] += i < THREADS ? first_gain : gained[i];
         }
     }
 }
@@ -157,17 +163,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Cache cache{columns, columns + p.places, reinterpret_cast<float*>(columns + 2 * p.places),
                 columns + 3 * p.places};
     Table table{columns + 4 * p.places, p.table_size};
-    u32* pinned = reinterpret_cast<u32*>(table.places + p.table_size);
+    u32* flags = reinterpret_cast<u32*>(table.places + p.table_size);
     int words = (p.blocks + 31) / 32;
-    u32* flags = pinned + words;
-    Keys scores{p.scores + h * p.score_stride, pinned, p.keep_keys != 0 ? flags + words : nullptr,
-                p.blocks};
+    u32* kept = p.keys == nullptr ? flags + words : p.keys + static_cast<i64>(h) * p.blocks;
+    Keys scores{p.scores + h * p.score_stride, kept, p.blocks};
     load(p, h, cache, scores);
     for (int at = threadIdx.x; at < p.table_size; at += THREADS) {
         table.places[at] = -1;
     }
-    for (int at = threadIdx.x; at < 2 * words; at += THREADS) {
-        pinned[at] = 0;
+    for (int at = threadIdx.x; at < words; at += THREADS) {
+        flags[at] = 0;
     }
     bins[threadIdx.x] = 0;
     __syncthreads();

@@ -12,38 +12,24 @@ __device__ __forceinline__ u32 ordered(float value) {
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// Scores as keys; pinned blocks are above all (+inf is 0xff800000). The keys of up to KEPT_KEYS blocks
-// are kept in shared memory; more are made again from the scores each time.
+// Scores as keys, kept in shared memory, or in global memory where they are too many.
 struct Keys {
     const float* scores;
-    u32* pinned; // bits
-    u32* kept;   // null: too many
+    u32* kept;
     int count;
 
     __device__ __forceinline__ float score(int block) const {
         float value = scores[block];
         return value != value ? __uint_as_float(0xff800000u) : value; // NaN: -inf
     }
-    __device__ __forceinline__ u32 key(int block) const {
-        if (kept != nullptr) {
-            return kept[block];
-        }
-        bool is_pinned = (pinned[block / 32] >> block % 32 & 1u) != 0;
-        return is_pinned ? 0xffffffffu : ordered(score(block));
-    }
+    __device__ __forceinline__ u32 key(int block) const { return kept[block]; }
     __device__ __forceinline__ void keep() {
-        for (int block = threadIdx.x; kept != nullptr && block < count; block += THREADS) {
+        for (int block = threadIdx.x; block < count; block += THREADS) {
             kept[block] = ordered(score(block));
         }
     }
-    // Any thread, once all keys are kept.
-    __device__ __forceinline__ void pin(int block) {
-        if (kept != nullptr) {
-            kept[block] = 0xffffffffu;
-        } else {
-            atomicOr(&pinned[block / 32], 1u << block % 32);
-        }
-    }
+    // Pinned blocks are above all (+inf is 0xff800000). Any thread, once all keys are kept.
+    __device__ __forceinline__ void pin(int block) { kept[block] = 0xffffffffu; }
 };
 
 // Open addressing; entries are places, whose owners are the keys. At most half full.
