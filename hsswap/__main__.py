@@ -8,13 +8,23 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hsswap import __version__
 from hsswap.commands.interrupts import Interrupted, Interrupts
+from hsswap.commands.output import (
+    OutputError,
+    flush_standard_streams,
+    open_standard_streams,
+    say,
+    silence_standard_streams,
+)
 from hsswap.errors import ArgumentError, ConfigError, HsswapError
 
 OK, FAILED, USAGE = 0, 1, 2
+EXIT_STATUS = (
+    "exit status: 0 done, 1 failed or wrong result, 2 wrong usage, 129/130/143 ended by a signal"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,14 +39,15 @@ def make_parser() -> Parser:
     """The parser of the whole command line; ``home`` is the module of the command given."""
     from hsswap.commands import doctor_args, generate_args
 
-    parser = Parser(prog="hsswap", description="KV caches larger than device memory.")
+    text = "KV caches larger than device memory."
+    parser = Parser(prog="hsswap", description=text, epilog=EXIT_STATUS)
     parser.add_argument("--version", action="version", version=f"hsswap {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, text, add_arguments in (
         ("generate", "a real model decodes through the swap", generate_args.add_arguments),
         ("doctor", "what this machine can do, and what is missing", doctor_args.add_arguments),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, epilog=EXIT_STATUS)
         add_arguments(command)
         command.set_defaults(home=f"hsswap.commands.{name}")
     return parser
@@ -45,29 +56,34 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0 fine, 1 failed or wrong result, 2 usage.
 
-    130 and 143 after Ctrl-C and SIGTERM. Errors made for people are one line on stderr.
+    129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM. Errors made for people are one line on
+    stderr. ``argv`` None: the process's own, and the process ends after it.
     """
+    interrupts = Interrupts(to_the_end=argv is None)
     try:
-        with Interrupts() as interrupts:
-            options = make_parser().parse_args(argv)
-            leave_a_core()
-            code: int = import_module(options.home).main(options, interrupts)
+        with interrupts:
+            open_standard_streams()
+            code = _run(argv, interrupts)
+            flush_standard_streams()
             return code
-    except SystemExit as stop:  # argparse
+    except BaseException as error:
+        ending = _ending(interrupts.came or error)
+        if ending is None:
+            raise
+        if ending.message:
+            _complain(ending.message)
+        silence_standard_streams()
+        return ending.code
+
+
+def _run(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
+    leave_a_core()
+    try:
+        options = make_parser().parse_args(argv)
+    except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else OK
-    except Interrupted as stop:
-        return _fail(f"interrupted by {stop}; nothing is left behind", stop.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except (ArgumentError, ConfigError) as error:
-        return _fail(str(error), USAGE)
-    except HsswapError as error:
-        return _fail(str(error), FAILED)
-    except BrokenPipeError:
-        # Python would flush what is left at exit, and complain.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+    code: int = import_module(options.home).main(options, interrupts)
+    return code
 
 
 def leave_a_core() -> None:
@@ -80,10 +96,32 @@ def leave_a_core() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
 
 
-def _fail(message: str, code: int) -> int:
-    with suppress(BrokenPipeError):
-        print("hsswap: " + " ".join(message.split()), file=sys.stderr, flush=True)
-    return code
+class _Ending(NamedTuple):
+    """How the command ends: the exit code, and a line for stderr ("" for none)."""
+
+    code: int
+    message: str
+
+
+def _ending(error: BaseException) -> _Ending | None:
+    """What an error means for the process; None for one that is a mistake of ours."""
+    match error:
+        case Interrupted():
+            return _Ending(error.exit_code, f"interrupted by {error}; nothing is left behind")
+        case KeyboardInterrupt():  # before the handlers were set
+            return _Ending(130, "interrupted")
+        case OutputError(is_pipe=True):
+            return _Ending(FAILED, "")
+        case ArgumentError() | ConfigError():
+            return _Ending(USAGE, str(error))
+        case HsswapError():
+            return _Ending(FAILED, str(error))
+    return None
+
+
+def _complain(message: str) -> None:
+    with suppress(OutputError):  # where nobody can be told, the exit code says it
+        say("hsswap: " + " ".join(message.split()), sys.stderr)
 
 
 if __name__ == "__main__":

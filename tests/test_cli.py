@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hsswap import __version__
-from hsswap.__main__ import main
+from hsswap.__main__ import EXIT_STATUS, main
+from hsswap.io.backends import BACKENDS
 from hsswap.models.gguf_file import default_model_path
 from tests.models.tiny_llama import tiny_weights, write_tiny
 from tests.running import LEAST_SLOTS, PROJECT, TINY, TinyRun, child, wait_for
@@ -56,7 +57,8 @@ def complaint(capsys: Capture) -> str:
         (["generate", "--prompt-file", "x", "--io", "tape"], "posix"),
         (["generate", "--prompt-file", "x", "--device", "gpu"], "known: host, cuda:N"),
         (["generate", "--prompt-file", "x", "--device", "cuda:"], "known: host, cuda:N"),
-        (["doctor", "--dir", "/nonexistent"], "/nonexistent is no directory"),
+        (["doctor", "--dir", "/dev/null"], "/dev/null is no directory"),
+        (["doctor", "--dir", "/dev/null/below"], "/dev/null is no directory"),
     ],
 )
 def test_usage(arguments: list[str], words: str, capsys: Capture) -> None:
@@ -68,9 +70,14 @@ def test_help_and_version(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hsswap {__version__}\n"
     assert main(["generate", "--help"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "--prompt-file" in printed
-    assert "3% of the blocks" in printed
+    assert "without --slots k is 3% of the blocks, at least 4" in printed
+    assert "default: an eighth of the cache in all, or the least that works" in printed
+    assert f"{', '.join(BACKENDS)}; posix are" in printed
+    for command in ([], ["generate"], ["doctor"]):
+        assert main([*command, "--help"]) == 0
+        assert " ".join(capsys.readouterr().out.split()).endswith(EXIT_STATUS)
 
 
 def test_the_parser_imports_nothing_heavy() -> None:
@@ -275,5 +282,5 @@ def test_the_real_model(tmp_path: Path, capsys: Capture) -> None:
     assert main(["generate", "--prompt-file", str(prompt), *more]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(" Paris.")
-    assert "within promise 1" in printed.err
+    assert "allowed (promise 1)\n" in printed.err
     assert "3 of 3 with plain attention" in printed.err

@@ -7,12 +7,14 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 from hsswap.__main__ import main
 from hsswap.commands import doctor_probes
-from hsswap.commands.doctor import examine, line_of, run_probe
+from hsswap.commands.doctor import COLUMNS, examine, lines_of, run_probe
 from hsswap.commands.doctor_probes import DEGRADED, MISSING, OK, Check
 from hsswap.commands.doctor_selftest import attention, store
 from hsswap.errors import CorruptBlock
@@ -53,10 +55,56 @@ def test_it_names_everything_and_what_to_do(
 def test_people_get_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = [line[:14].strip() for line in lines]
-    assert set(names) >= EXPECTED
-    assert all(line[14:24].strip() in (OK, DEGRADED, MISSING) for line in lines)
-    assert line_of(Check("x", MISSING, "not\nthere", "get it")).endswith("not there  -> get it")
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert {line[:14].strip() for line in heads} >= EXPECTED
+    assert all(line[14:24].strip() in (OK, DEGRADED, MISSING) for line in heads)
+    assert all(len(line) <= COLUMNS or " " not in line[24:].strip(" ->") for line in lines)
+
+
+def test_a_fix_has_a_line_of_its_own() -> None:
+    indent = " " * 24
+    check = Check("x", MISSING, "not\nthere", "get it")
+    assert lines_of(check).splitlines() == [f"x{' ' * 13}missing   not there", f"{indent}-> get it"]
+    check = Check("x", OK, "word " * 30, "a-long-word " * 9)
+    lines = lines_of(check).splitlines()
+    assert [line[24:28] for line in lines] == ["word", "word", "-> a", "   a"]
+    assert max(len(line) for line in lines) <= COLUMNS
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dir", str(tmp_path / "not" / "yet")]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--dir", str(tmp_path / "file" / "below")]) == 2
+    assert f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
+
+
+class Reason(NamedTuple):
+    """As of hsswap.io.gds_probe."""
+
+    what: str
+    remedy: str
+
+
+@pytest.mark.parametrize("packages", [[], [Reason("no kvikio", "install it")]])
+@pytest.mark.parametrize("others", [[], [Reason("no drive", "buy one")]])
+def test_gpudirect(
+    packages: list[Reason], others: list[Reason], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = SimpleNamespace(
+        missing_packages=lambda: packages, missing_for_gpudirect=lambda path: others
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(doctor_probes, "import_module", lambda name: probe)
+    (check,) = doctor_probes.gds(tmp_path)
+    reasons = packages + others
+    assert (check.state == OK) == (not reasons)
+    assert check.fix == "; ".join(reason.remedy for reason in reasons)
+    assert all(reason.what in check.meaning for reason in reasons)
+    assert ("gds-compat does, through host memory" in check.meaning) == (
+        not packages and bool(others)
+    )
 
 
 def test_a_broken_store_is_exit_1(
@@ -178,7 +226,7 @@ class FakeDriver:
 def test_devices() -> None:
     found = list(doctor_probes._devices(FakeDriver()))  # type: ignore[arg-type]
     assert [(check.name, check.state) for check in found] == [("cuda:0", OK), ("cuda:1", OK)]
-    assert found[0].meaning == "Some GPU, sm_90, 80 GiB"
+    assert found[0].meaning == "Some GPU, sm_90, 80.00 GiB"
     (check,) = doctor_probes._devices(FakeDriver(code=100))  # type: ignore[arg-type]
     assert check.state == MISSING
     assert "code 100" in check.meaning

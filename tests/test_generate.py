@@ -39,6 +39,11 @@ JSON_KEYS = [
     "read_overlap",
     "left_out_mass",
     "path",
+    "mode",
+    "k",
+    "model",
+    "prefill_s",
+    "verified_calls",
 ]
 
 
@@ -98,7 +103,12 @@ def test_json_is_one_object_with_the_keys_of_the_design(
     assert found["slot_bytes"] == LEAST_SLOTS * 2 * 16 * 32 * 2 + LEAST_HOST_SLOTS * 4096
     assert found["bytes_read"] > 0
     assert found["left_out_mass"] == 0.0
-    assert "within promise 1" in printed.err
+    assert (found["mode"], found["k"], found["model"]) == ("exact", None, "tiny")
+    assert found["prefill_s"] > 0
+    assert found["verified_calls"] == 3 * (-(-len(tiny.job().prompt) // 256) + 8)
+    assert 0 <= found["read_overlap"] <= 1
+    assert f"{found['max_rel_err']:.2e} of float64's, " in printed.err
+    assert " allowed (promise 1)\n" in printed.err
 
 
 def test_without_verify_there_is_nothing_to_say_about_errors(
@@ -109,6 +119,7 @@ def test_without_verify_there_is_nothing_to_say_about_errors(
     assert found["tokens_agree"] is None
     assert found["max_rel_err"] is None
     assert found["tokens_per_s"] == 0.0
+    assert found["verified_calls"] is None
 
 
 def test_text_is_printed_as_it_is_made(tiny: TinyRun) -> None:

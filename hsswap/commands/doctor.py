@@ -7,6 +7,7 @@ import json
 import queue
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,23 +15,26 @@ from pathlib import Path
 from hsswap.commands import doctor_probes
 from hsswap.commands.doctor_probes import DEGRADED, MISSING, OK, Check, Probe
 from hsswap.commands.interrupts import Interrupts
-from hsswap.errors import ArgumentError
+from hsswap.commands.output import say
+from hsswap.commands.places import nearest_folder
 
 PROBE_LIMIT_S = 30.0
 """A probe that takes longer is given up: a driver or a network file system hangs."""
 
+COLUMNS = 100
+NAME_COLUMNS = 14
+TEXT_COLUMN = 24
+
 
 def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the command: 0, or 1 if something is broken without which nothing works."""
-    path: Path | None = parsed.directory
-    if path is not None and not path.is_dir():
-        raise ArgumentError(f"--dir {path} is no directory; make it, or name another")
-    to = sys.stderr if parsed.json else sys.stdout
+    # A folder that is not there yet would be made in the nearest one above it.
+    path = None if parsed.directory is None else nearest_folder(parsed.directory)
     checks = []
     for check in examine(path):
         checks.append(check)
         if not parsed.json:
-            print(line_of(check), file=to, flush=True)
+            say(lines_of(check), sys.stdout)
         interrupts.check()
     broken = [check.name for check in checks if check.required and check.state != OK]
     if parsed.json:
@@ -44,9 +48,9 @@ def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
             }
             for c in checks
         ]
-        print(json.dumps({"ok": not broken, "checks": listed}), flush=True)
+        say(json.dumps({"ok": not broken, "checks": listed}), sys.stdout)
     elif broken:
-        print(f"broken: {', '.join(broken)}", file=to, flush=True)
+        say(f"broken: {', '.join(broken)}", sys.stdout)
     return 1 if broken else 0
 
 
@@ -67,7 +71,7 @@ def examine(directory: Path | None, limit_s: float = PROBE_LIMIT_S) -> Iterator[
     probes: list[tuple[str, Probe]] = [
         ("python", doctor_probes.python),
         ("cuda driver", doctor_probes.cuda),
-        ("gds", doctor_probes.gds),
+        ("gds", lambda: doctor_probes.gds(place)),
         ("io_uring", doctor_probes.io_uring),
         ("direct I/O", lambda: doctor_probes.directory(place)),
         ("memory", doctor_probes.memory),
@@ -104,8 +108,22 @@ def run_probe(name: str, probe: Probe, limit_s: float) -> list[Check]:
         return [Check(name, MISSING, text, "see what hangs: py-spy dump, dmesg", required)]
 
 
-def line_of(check: Check) -> str:
-    """One line for people."""
-    text = " ".join(check.meaning.split())
-    fix = f"  -> {check.fix}" if check.fix else ""
-    return f"{check.name:<14}{check.state:<10}{text}{fix}"
+def lines_of(check: Check) -> str:
+    """For people: name, state and meaning, wrapped, and the fix on a line of its own."""
+    head = f"{check.name:<{NAME_COLUMNS}}{check.state:<{TEXT_COLUMN - NAME_COLUMNS}}"
+    indent = " " * TEXT_COLUMN
+    lines = _wrapped(check.meaning, head, indent)
+    if check.fix:
+        lines += _wrapped(check.fix, f"{indent}-> ", f"{indent}   ")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, first: str, following: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        COLUMNS,
+        initial_indent=first,
+        subsequent_indent=following,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

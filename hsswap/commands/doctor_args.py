@@ -9,6 +9,6 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything ``hsswap doctor`` takes."""
     add = parser.add_argument
-    add("--dir", dest="directory", type=Path, metavar="D", help="the folder to test for a store "
-        "(the system's temporary folder)")  # fmt: skip
+    add("--dir", dest="directory", type=Path, metavar="D", help="the folder to test for a store, "
+        "which need not exist yet (the system's temporary folder)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")

@@ -17,8 +17,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from hsswap.commands.words import counted, size
 
 OK, DEGRADED, MISSING = "ok", "degraded", "missing"
 
@@ -97,26 +100,37 @@ def cuda() -> Iterator[Check]:
     yield _nvrtc()
 
 
-def gds() -> Iterator[Check]:
-    """GPUDirect Storage: kvikio, and what the kernel has of it."""
-    reasons = []
-    if importlib.util.find_spec("kvikio") is None:
-        reasons.append("kvikio is not installed")
-    if not Path("/proc/driver/nvidia-fs").exists():
-        reasons.append("the kernel module nvidia-fs is not loaded")
-    if not glob.glob("/dev/nvme*n*"):
-        reasons.append("no NVMe drive is visible")
-    if not Path("/run/udev").is_dir():
-        reasons.append("/run/udev is not there, which libcufile reads (a container?)")
-    if reasons:
-        fix = "pip install 'hsswap[gds]'; install nvidia-fs, or mount what a container lacks"
-        yield Check("gds", MISSING, "; ".join(reasons) + "; reads go through host memory", fix)
-    else:
-        yield Check("gds", OK, "kvikio, nvidia-fs and an NVMe drive are there")
+def gds(path: Path) -> Iterator[Check]:
+    """GPUDirect Storage into ``path``: what the backends ``gds`` and ``gds-compat`` lack.
+
+    Nothing is transferred, because that can end the process; only opening the backend finds out.
+    """
+    if importlib.util.find_spec("hsswap.io.gds_probe") is None:
+        text = "this version reads through host memory only"
+        yield Check("gds", MISSING, text, "nothing to do: --io posix works without it")
+        return
+    probe = import_module("hsswap.io.gds_probe")
+    packages = probe.missing_packages()
+    reasons = [*packages, *probe.missing_for_gpudirect(path)]
+    if not reasons:
+        yield Check("gds", OK, f"nothing that --io gds needs is missing for {path}")
+        return
+    whats = "; ".join(reason.what for reason in reasons)
+    without = "--io gds and gds-compat do" if packages else "--io gds does"
+    rest = "" if packages else "; gds-compat does, through host memory"
+    yield Check(
+        "gds",
+        MISSING,
+        f"{whats}: {without} not work here{rest}",
+        "; ".join(reason.remedy for reason in reasons),
+    )
 
 
 def io_uring() -> Iterator[Check]:
-    """Whether a ring can be set up; it is closed at once."""
+    """Whether a ring can be set up, for the backend ``uring``; it is closed at once."""
+    from hsswap.io.backends import BACKENDS
+
+    use = "--io uring and auto use it" if "uring" in BACKENDS else "this version does not use it"
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.syscall(
         ctypes.c_long(IO_URING_SETUP),
@@ -125,13 +139,13 @@ def io_uring() -> Iterator[Check]:
     )
     if descriptor >= 0:
         os.close(descriptor)
-        yield Check("io_uring", OK, "a ring can be set up")
+        yield Check("io_uring", OK, f"a ring can be set up; {use}")
         return
     reason = os.strerror(ctypes.get_errno())
     yield Check(
         "io_uring",
         MISSING,
-        f"the system refuses a ring ({reason}); threads are used instead",
+        f"the system refuses a ring ({reason}); --io auto takes threads instead",
         "sysctl kernel.io_uring_disabled=0, or a container without that seccomp filter",
     )
 
@@ -166,7 +180,7 @@ def directory(path: Path) -> Iterator[Check]:
     yield Check(
         "free space",
         OK if fine else DEGRADED,
-        f"{free / (1 << 30):.1f} GiB at {path}",
+        f"{size(free)} at {path}",
         "" if fine else "make room, or name another folder with --dir",
     )
 
@@ -175,7 +189,7 @@ def memory() -> Iterator[Check]:
     """NUMA nodes, huge pages, and how much may be locked."""
     nodes = len(glob.glob("/sys/devices/system/node/node[0-9]*")) or 1
     cores = len(os.sched_getaffinity(0))
-    yield Check("numa", OK, f"{nodes} node(s), {cores} core(s) for this process")
+    yield Check("numa", OK, f"{counted(nodes, 'node')}, {counted(cores, 'core')} for this process")
     chosen = _bracketed("/sys/kernel/mm/transparent_hugepage/enabled")
     if chosen in ("always", "madvise"):
         yield Check("huge pages", OK, f"transparent huge pages: {chosen}")
@@ -188,11 +202,15 @@ def memory() -> Iterator[Check]:
         )
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = limit == resource.RLIM_INFINITY
-    yield Check(
-        "memlock",
-        OK if unlimited else DEGRADED,
-        "unlimited" if unlimited else f"{limit / (1 << 20):.0f} MiB may be locked (io_uring)",
-        "" if unlimited else "ulimit -l unlimited, if io_uring is to register larger buffers",
+    yield (
+        Check("memlock", OK, "unlimited")
+        if unlimited
+        else Check(
+            "memlock",
+            DEGRADED,
+            f"{size(limit)} may be locked: slots pinned for a GPU count, and rings before Linux 5.12",
+            "ulimit -l unlimited, if pinning slots or making a ring fails",
+        )
     )
 
 
@@ -258,7 +276,7 @@ def _device(driver: ctypes.CDLL, number: int) -> str:
         if code := function(*arguments):
             return f"{function.__name__} failed with {code}"
     architecture = "".join(str(value.value) for value in capability)
-    return f"{name.value.decode()}, sm_{architecture}, {nbytes.value / (1 << 30):.0f} GiB"
+    return f"{name.value.decode()}, sm_{architecture}, {size(nbytes.value)}"
 
 
 def _nvrtc() -> Check:

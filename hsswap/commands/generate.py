@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hsswap.commands.decoding import Decoder, Run, SwapAttention, count_agreeing, dims_of
-from hsswap.commands.generate_args import GenerateOptions, read_prompt
+from hsswap.commands.generate_args import GenerateOptions, prompt_name, read_prompt
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.output import TextOutput, say
+from hsswap.commands.places import check_store_folder
 from hsswap.commands.planning import Plan, make_plan
 from hsswap.commands.plot import check_plot, draw
 from hsswap.commands.progress import Progress
 from hsswap.commands.report import Report
 from hsswap.commands.verify import AttentionVerifier
+from hsswap.driver import open_device
 from hsswap.driver.base import Device
-from hsswap.errors import ArgumentError, VerifyError
+from hsswap.errors import ArgumentError, DeviceError, VerifyError
 from hsswap.models import (
     GgufFile,
     Llama,
@@ -44,19 +47,23 @@ class Job:
     def of(cls, options: GenerateOptions) -> Job:
         """Read the model's header and the prompt, and plan the slots.
 
-        Raises ArgumentError or ConfigError for a prompt or slots that cannot work, ModelError for
-        a model that cannot be read.
+        Raises ArgumentError or ConfigError for a prompt, places or slots that cannot work,
+        ModelError for a model that cannot be read, PlotError without matplotlib.
         """
-        text = read_prompt(options.prompt_file)
         if options.plot is not None:
             check_plot(options.plot)
+            if options.tokens == 1:
+                raise ArgumentError("--plot needs 2 or more tokens: the first one is prefill's")
+        if options.directory is not None:
+            check_store_folder(options.directory)
+        text = read_prompt(options.prompt_file)
         file = open_gguf(options.model or default_model_path())
         config = read_config(file)
         tokenizer = Tokenizer.from_gguf(file)
         prompt = tokenizer.encode(text)
         if not prompt:
             raise ArgumentError(
-                f"prompt file {options.prompt_file} has no text that the model's vocabulary knows"
+                f"{prompt_name(options.prompt_file)} has no text that the model's vocabulary knows"
             )
         tokens = len(prompt) + options.tokens
         if tokens > config.context_tokens:
@@ -74,25 +81,38 @@ class Job:
 
 
 def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Run the command. Raises HsswapError, BrokenPipeError or Interrupted."""
+    """Run the command. Raises HsswapError or Interrupted."""
     options = GenerateOptions.of(parsed)
     job = Job.of(options)
-    print(f"loading {job.file.path.name}", file=sys.stderr, flush=True)
+    check_device(options.device)
+    say(f"loading {job.file.path.name}", sys.stderr)
     model = Llama.from_gguf(job.file)
     text_to = None if options.json else sys.stdout
     report, failures = run_job(job, model, interrupts, text_to=text_to)
-    print(report.as_table(), file=sys.stderr, flush=True)
-    if options.plot is not None:
-        draw(options.plot, report.run.steps, title_of(report))
-        print(f"picture: {options.plot}", file=sys.stderr, flush=True)
+    say(report.as_table(), sys.stderr)
     if options.json:
-        print(json.dumps(report.as_json(), ensure_ascii=False, allow_nan=False), flush=True)
-    if failures:
-        assert report.verified is not None
-        more = report.verified.failures - 1
-        suffix = f" ({more} more calls failed)" if more else ""
-        raise VerifyError(f"{failures[0]}{suffix}")
+        say(json.dumps(report.as_json(), ensure_ascii=False, allow_nan=False), sys.stdout)
+    try:
+        if options.plot is not None:
+            draw(options.plot, report.run.steps, title_of(report))
+            say(f"picture: {options.plot}", sys.stderr)
+    finally:  # a wrong result matters more than a picture that could not be drawn
+        if failures:
+            assert report.verified is not None
+            more = report.verified.failures - 1
+            suffix = f" ({more} more calls failed)" if more else ""
+            raise VerifyError(f"{failures[0]}{suffix}")
     return 0
+
+
+def check_device(name: str) -> None:
+    """Open the device for a moment. Raises DeviceError, with the option to give instead."""
+    if name == "host":
+        return
+    try:
+        open_device(name).close()
+    except DeviceError as error:
+        raise DeviceError(str(error).replace('device="host"', "--device host")) from error
 
 
 def run_job(
@@ -107,50 +127,48 @@ def run_job(
     """Decode through a swap of its own; the report, and the first calls that failed to verify.
 
     Text goes to ``text_to`` as it is made, progress to ``progress_to`` (None: stderr). ``device``
-    as in :func:`hsswap.blocking`. Raises what the swap raises, and Interrupted.
+    as in :func:`hsswap.blocking`. Raises what the swap raises, OutputError and Interrupted.
     """
     options = job.options
     run = Run(len(job.prompt))
     verifier = AttentionVerifier(job.plan.config.dims) if options.verify else None
-    progress = Progress(progress_to or sys.stderr)
+    progress_to = progress_to or sys.stderr
+    progress = Progress(progress_to)
     stream = TextStream(job.tokenizer)
-    pieces: list[str] = []
-
-    def show(text: str) -> None:
-        pieces.append(text)
-        if text_to is not None:
-            print(text, end="", file=text_to, flush=True)
-
-    with interrupts.held():
-        try:
-            with (
-                blocking(job.plan.config, device=device) as swap,
-                swap.sequence(top_k=job.plan.top_k) as sequence,
+    text = TextOutput(text_to)
+    try:
+        with (
+            interrupts.held(),
+            blocking(job.plan.config, device=device) as swap,
+            swap.sequence(top_k=job.plan.top_k) as sequence,
+        ):
+            attention = SwapAttention(sequence, verifier=verifier, checkpoint=interrupts.check)
+            decoder = Decoder(
+                model, swap, attention, verifier=verifier, checkpoint=interrupts.check
+            )
+            for token in decoder.tokens(
+                run,
+                job.prompt,
+                options.tokens,
+                stop_ids=job.tokenizer.stop_ids,
+                progress=progress.update,
             ):
-                attention = SwapAttention(sequence, verifier=verifier, checkpoint=interrupts.check)
-                decoder = Decoder(
-                    model, swap, attention, verifier=verifier, checkpoint=interrupts.check
-                )
-                for token in decoder.tokens(
-                    run,
-                    job.prompt,
-                    options.tokens,
-                    stop_ids=job.tokenizer.stop_ids,
-                    progress=progress.update,
-                ):
-                    show(stream.push(token))
-        finally:
-            progress.close()
-    show(stream.finish())
-    if text_to is not None:
-        print(file=text_to, flush=True)
+                if text_to is not None and len(run.tokens) == 1:
+                    say("--- continuation ---", progress_to)
+                text.show(stream.push(token))
+        text.show(stream.finish())
+        text.finish()
+    except BaseException:
+        progress.close()
+        text.leave_line()
+        raise
     agree = None
     if verifier is not None:
         agree = count_agreeing(model, job.prompt, run.tokens)
     assert run.statistics is not None
     report = Report(
         job.model_name,
-        "".join(pieces),
+        text.text,
         run,
         job.plan,
         run.statistics,
@@ -162,12 +180,11 @@ def run_job(
 
 def title_of(report: Report) -> str:
     """The picture's title: what ran, its context and its slots."""
-    config, run = report.plan.config, report.run
-    share = (report.device_slot_bytes + report.host_slot_bytes) / report.kv_bytes
+    config, run, share = report.plan.config, report.run, report.share_of_slots
     mode = "exact" if report.plan.top_k is None else f"top {report.plan.top_k.k} blocks"
     ahead = "" if config.look_ahead else ", look-ahead off"
     return (
         f"{report.model_name}, {run.context_tokens} tokens of context, {mode}{ahead}\n"
-        f"{config.device_slots} device and {config.host_slots} host slots: {share:.1%} of the KV "
-        f"cache; {run.tokens_per_s:.1f} tokens/s, {report.statistics.path}"
+        f"{config.device_slots} device and {config.host_slots} host slots: {share}; "
+        f"{run.tokens_per_s:.1f} tokens/s, {report.statistics.path}"
     )

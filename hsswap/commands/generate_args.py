@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hsswap.errors import ArgumentError
 
 MODES = ("exact", "topk")
-IO_NAMES = ("auto", "posix", "memory")
+STDIN = Path("-")
 
-SLOTS_HELP = (
-    "device slots, in blocks over all layers; with --host-slots an eighth of the cache by default. "
-    "In mode topk k is what fits, by default 3%% of the blocks and at least 4"
+MODE_HELP = (
+    "attend to all blocks (exact, the default), or to the best k for each KV head (topk): k is "
+    "chosen to fit; without --slots k is 3%% of the blocks, at least 4"
 )
+SLOTS_HELP = (
+    "slots in device memory, in blocks over all layers (default: an eighth of the cache in all, or "
+    "the least that works)"
+)
+HOST_SLOTS_HELP = "slots in host memory, counted alike (default: half of that eighth)"
 DIRECTORY_HELP = (
     "where the cache's files are while it runs, on the drive to be used (a new folder in the "
     "system's temporary folder)"
@@ -25,8 +32,8 @@ MODEL_HELP = (
 )
 LOOK_AHEAD_HELP = "do not read the next layer's blocks while this one is attended, to compare"
 IO_HELP = (
-    "how blocks are stored: posix (files, direct I/O where the file system has it), memory (in "
-    "RAM, for tests), or the best here (auto)"
+    "how blocks are stored (default: auto, the best that works here): %(choices)s; posix are plain "
+    "files, with direct I/O where the file system has it, memory is RAM, for tests"
 )
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "
@@ -34,6 +41,15 @@ VERIFY_HELP = (
     "same tokens, and the generated ones that it would choose too are counted (one may differ "
     "where two tokens are nearly as likely)"
 )
+
+
+class BackendNames:
+    """The names that ``open_backend`` knows, imported when one is looked for or listed."""
+
+    def __iter__(self) -> Iterator[str]:
+        from hsswap.io.backends import BACKENDS
+
+        return iter(BACKENDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +79,43 @@ class GenerateOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything ``hsswap generate`` takes."""
     add = parser.add_argument
-    add("--prompt-file", type=Path, required=True, metavar="F", help="the prompt, UTF-8")
+    add("--prompt-file", type=Path, required=True, metavar="F", help="the prompt, UTF-8; - is "
+        "standard input")  # fmt: skip
     add("--tokens", type=_count, default=64, metavar="N", help="tokens to make (64)")
-    add("--mode", choices=MODES, default="exact", help="attend to all blocks, or to the best k")
+    add("--mode", choices=MODES, default="exact", help=MODE_HELP)
     add("--slots", type=_count, metavar="N", help=SLOTS_HELP)
-    add("--host-slots", type=_count, metavar="N", help="slots in host memory, in blocks")
+    add("--host-slots", type=_count, metavar="N", help=HOST_SLOTS_HELP)
     add("--dir", dest="directory", type=Path, metavar="D", help=DIRECTORY_HELP)
     add("--device", type=_device, default="host", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)
-    add("--io", choices=IO_NAMES, default="auto", help=IO_HELP)
+    add("--io", choices=BackendNames(), metavar="NAME", default="auto", help=IO_HELP)
     add("--verify", action="store_true", help=VERIFY_HELP)
     add("--plot", type=Path, metavar="F.png", help="draw where each token's blocks came from")
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
 
 
+def prompt_name(path: Path) -> str:
+    """What messages call it."""
+    return "the prompt on standard input" if path == STDIN else f"prompt file {path}"
+
+
 def read_prompt(path: Path) -> str:
     """The prompt's text. Raises ArgumentError when it is missing, empty or not UTF-8."""
+    name = prompt_name(path)
     try:
-        text = path.read_bytes().decode("utf-8")
+        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArgumentError(
-            f"prompt file {path} is not UTF-8 (byte {error.start}); convert it with iconv"
+            f"{name} is not UTF-8 (byte {error.start}); convert it with iconv"
         ) from error
     except OSError as error:
         raise ArgumentError(
-            f"prompt file {path} cannot be read ({error.strerror}); name a readable text file"
+            f"{name} cannot be read ({error.strerror}); name a readable text file"
         ) from error
     if not text.strip():
-        raise ArgumentError(f"prompt file {path} is empty; write the text to continue into it")
+        raise ArgumentError(f"{name} is empty; write the text to continue into it")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that never leave work half undone.
+"""Ctrl-C, SIGTERM and SIGHUP that never leave work half undone.
 
 A signal raises :class:`Interrupted` at once, wherever the main thread is, except inside
 ``with interrupts.held()``: there it is kept until ``interrupts.check()``, which stands where
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked for the end. ``exit_code`` is what shells report for it: 130 or 143."""
+    """A signal asked for the end. ``exit_code`` is what shells report: 129, 130 or 143."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -27,21 +27,25 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Handlers of SIGINT and SIGTERM for the duration of a ``with`` block.
+    """Handlers of the signals for the duration of a ``with`` block.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    ``to_the_end``: the process ends after the block, so signals after it are of no use to anyone
+    and are ignored. SIGHUP stays ignored where it is (nohup). Outside the main thread, where Python
+    allows no handlers, it does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_the_end: bool = False) -> None:
+        self._to_the_end = to_the_end
         self._is_held = False
-        self._pending = 0
+        self._number = 0
         self._is_raised = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._on_signal)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -50,9 +54,17 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._to_the_end:
+            self._is_raised = True
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    @property
+    def came(self) -> Interrupted | None:
+        """The first signal that came, whether or not its exception arrived anywhere."""
+        return Interrupted(self._number) if self._number else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -65,16 +77,19 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raise the signal that was kept, if there is one."""
-        if self._pending and not self._is_raised:
+        """Raise the signal that came, if there is one.
+
+        Again, if need be: an exception raised in a callback of C code or a finalizer is lost.
+        """
+        if self._number:
             self._is_raised = True
-            raise Interrupted(self._pending)
+            raise Interrupted(self._number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_raised:
             return  # everything is being closed already
-        if self._is_held and not self._pending:
-            self._pending = number
+        first, self._number = self._number, self._number or number
+        if self._is_held and not first:
             return
         self._is_raised = True
-        raise Interrupted(number)
+        raise Interrupted(self._number)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from hsswap.commands.generate_args import GenerateOptions
-from hsswap.config import SPAN_TOKENS, ModelDims, SwapConfig
+from hsswap.commands.words import size
+from hsswap.config import SPAN_TOKENS, ModelDims, PredictorConfig, SwapConfig
 from hsswap.errors import ConfigError
 from hsswap.topk import TopK
 
@@ -50,13 +52,10 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
         host_slots = max(_ring(dims, SPAN_TOKENS), cache_blocks // (2 * CACHE_SHARE))
     spare = slots if top_k is None else slots - dims.layers * top_k.cache_blocks(dims.block_size)
     tile_tokens = best_tile(dims, spare, host_slots)
-    _check(
-        slots,
-        _least_slots(dims, tile_tokens),
-        "--slots",
-        f"and one in each of {dims.layers} layers",
-    )
-    _check(host_slots, _ring(dims, tile_tokens), "--host-slots", "for what is read")
+    tiles = f"{_ring(dims, SPAN_TOKENS)} for two tiles of {SPAN_TOKENS} tokens"
+    each = f"{tiles} and 1 for each of {dims.layers} layers"
+    _check(slots, _least_slots(dims, tile_tokens), "--slots", each)
+    _check(host_slots, _ring(dims, tile_tokens), "--host-slots", tiles)
     config = SwapConfig(
         dims,
         tokens,
@@ -67,8 +66,42 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
         io=options.io,
         tile_tokens=tile_tokens,
         look_ahead=options.look_ahead,
+        predictor=None if top_k is None else PredictorConfig(),
     )
+    check_memory(config, physical_bytes())
     return Plan(config, top_k)
+
+
+def physical_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(config: SwapConfig, memory_bytes: int) -> None:
+    """Raise ConfigError, with the most that fits, when the slots exceed ``memory_bytes``.
+
+    Slots of a GPU are not counted: what it has free shows when they are allocated.
+    """
+    dims = config.dims
+    host_bytes = config.host_slots * max(dims.block_bytes(group) for group in dims.groups)
+    if host_bytes > memory_bytes:
+        most = config.host_slots * memory_bytes // host_bytes
+        raise ConfigError(_too_many("--host-slots", config.host_slots, host_bytes, most))
+    if config.device != "host":
+        return
+    left = memory_bytes - host_bytes - config.code_bytes
+    slot_bytes = max(group.kv_heads * dims.unit_bytes(group) for group in dims.groups)
+    device_bytes = config.device_slots * slot_bytes
+    if device_bytes > left:
+        most = max(0, left // slot_bytes)
+        raise ConfigError(_too_many("--slots", config.device_slots, device_bytes, most))
+
+
+def _too_many(name: str, slots: int, nbytes: int, most: int) -> str:
+    return (
+        f"{name} is {slots}, which takes {size(nbytes)}, and this machine has "
+        f"{size(physical_bytes())} of memory; at most {most} fit"
+    )
 
 
 def best_tile(dims: ModelDims, slots: int, host_slots: int) -> int:
@@ -105,10 +138,9 @@ def _top_k(dims: ModelDims, tokens: int, slots: int | None) -> TopK:
     if slots < need:
         pinned = smallest.pinned_blocks(dims.block_size)
         raise ConfigError(
-            f"--slots is {slots}; topk needs {need} for k = 1: two tiles of "
-            f"{_ring(dims, SPAN_TOKENS) // 2} blocks, and in each of {dims.layers} layers the one "
-            f"being filled, {pinned} that are always attended and {smallest.cache_factor} for each "
-            "of the k best"
+            f"--slots is {slots}; topk needs {need} for k = 1: {_ring(dims, SPAN_TOKENS)} for two "
+            f"tiles of {SPAN_TOKENS} tokens, and for each of {dims.layers} layers 1 being filled, "
+            f"{pinned} always attended and {smallest.cache_factor} for each of the k best"
         )
     return TopK(1 + (slots - need) // (dims.layers * smallest.cache_factor))
 
@@ -116,6 +148,5 @@ def _top_k(dims: ModelDims, tokens: int, slots: int | None) -> TopK:
 def _check(value: int, need: int, name: str, purpose: str) -> None:
     if value < need:
         raise ConfigError(
-            f"{name} is {value}; {need} are needed: two tiles of {SPAN_TOKENS} tokens, {purpose}; "
-            f"give {name} {need} or more"
+            f"{name} is {value}; {need} are needed: {purpose}; give {name} {need} or more"
         )

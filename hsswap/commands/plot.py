@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hsswap.commands.decoding import Step
+from hsswap.commands.places import why_not_writable
 from hsswap.errors import ArgumentError, HsswapError
 
 # Colours that differ in brightness too, for print and for the colour-blind (Okabe and Ito 2008).
@@ -21,15 +22,20 @@ class PlotError(HsswapError):
 
 
 def check_plot(path: Path) -> None:
-    """Raise, before a long run, when ``draw`` could not succeed: no matplotlib, no such folder."""
+    """Raise, before a long run, when ``draw`` could not succeed: no matplotlib, no such folder.
+
+    ArgumentError for the name and its folder, PlotError without matplotlib.
+    """
     import_matplotlib()
     folder = path.absolute().parent
     if path.is_dir():
         raise ArgumentError(f"--plot {path} is a directory; name a file in it")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ArgumentError(
-            f"--plot: {folder} is no directory that can be written to; make it first"
-        )
+    if path.suffix.lower() != ".png":
+        raise ArgumentError(f"--plot {path}: pictures are PNG; give it a name that ends in .png")
+    if not folder.is_dir():
+        raise ArgumentError(f"--plot: {folder} is no directory; make it first")
+    if reason := why_not_writable(folder):
+        raise ArgumentError(f"--plot: {folder} cannot be written to ({reason}); name another")
 
 
 def import_matplotlib() -> None:
@@ -94,7 +100,7 @@ def _picture(steps: Sequence[Step], title: str) -> bytes:
     below.set_ylim(min([0.9, *rates]) - 0.02, 1.0)
     below.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     below.yaxis.set_major_locator(MaxNLocator(4))
-    below.set_xlabel("generated token")
+    below.set_xlabel("generated token (the first is prefill's)")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from hsswap.commands.output import say
+
 BAR_CHARACTERS = 30
 LINES_MAX = 10
 """Lines of a whole prefill where the stream is a file or a pipe."""
@@ -23,16 +25,16 @@ class Progress:
         if self._is_terminal:
             filled = BAR_CHARACTERS * done // total
             bar = "#" * filled + "." * (BAR_CHARACTERS - filled)
-            print(f"\rprefill [{bar}] {done}/{total} tokens", end="", file=self._stream, flush=True)
+            say(f"\rprefill [{bar}] {done}/{total} tokens", self._stream, end="")
             self._is_open = True
             if done == total:
                 self.close()
         elif done * LINES_MAX >= total * (self._lines + 1) or self._lines == 0 or done == total:
             self._lines = max(self._lines + 1, done * LINES_MAX // total)
-            print(f"prefill {done}/{total} tokens", file=self._stream, flush=True)
+            say(f"prefill {done}/{total} tokens", self._stream)
 
     def close(self) -> None:
         """End an unfinished bar, so that what follows stands on a line of its own."""
         if self._is_open:
-            print(file=self._stream, flush=True)
             self._is_open = False
+            say("", self._stream)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hsswap.commands.decoding import Run
+from hsswap.commands.decoding import Run, must_read_blocks
 from hsswap.commands.planning import Plan
 from hsswap.commands.verify import VerifySummary
+from hsswap.commands.words import size
 from hsswap.config import BF16_BYTES
 from hsswap.metrics import SwapStatistics
 
@@ -50,8 +51,17 @@ class Report:
             for index, group in enumerate(dims.groups)
         )
 
+    @property
+    def share_of_slots(self) -> str:
+        """What part of the cache the slots can hold, in words."""
+        config = self.plan.config
+        if must_read_blocks(config, config.capacity_blocks * config.dims.block_size) == 0:
+            return "the whole cache fits"
+        share = (self.device_slot_bytes + self.host_slot_bytes) / self.kv_bytes
+        return f"{share:.1%} of the cache"
+
     def as_json(self) -> dict[str, object]:
-        """The object that ``--json`` prints; null where nothing was verified, or it was NaN."""
+        """The object that ``--json`` prints; null where there is nothing to say, or it was NaN."""
         run, statistics = self.run, self.statistics
         error = None if self.verified is None else self.verified.max_error
         return {
@@ -68,9 +78,14 @@ class Report:
             "hits": statistics.device_hits + statistics.host_hits,
             "misses": statistics.misses,
             "read_wait_s": statistics.read_wait_s,
-            "read_overlap": statistics.read_overlap,
+            "read_overlap": statistics.read_overlap if statistics.bytes_read else None,
             "left_out_mass": run.left_out_mean,
             "path": statistics.path,
+            "mode": "exact" if self.plan.top_k is None else "topk",
+            "k": None if self.plan.top_k is None else self.plan.top_k.k,
+            "model": self.model_name,
+            "prefill_s": run.prefill_s,
+            "verified_calls": None if self.verified is None else self.verified.calls,
         }
 
     def as_table(self) -> str:
@@ -85,17 +100,27 @@ class Report:
         mode = "exact"
         if self.plan.top_k is not None:
             mode = f"topk, k = {self.plan.top_k.k} blocks a KV head"
-        return [
+        rows = [
             ("model", self.model_name),
             ("context", f"{run.prompt_tokens} prompt tokens, {len(run.tokens)} generated"),
             ("mode", mode + ("" if config.look_ahead else ", look-ahead off")),
-            ("KV cache", _size(self.kv_bytes)),
+            ("KV cache", size(self.kv_bytes)),
             (
                 "slots",
-                f"{_size(slot_bytes)} ({config.device_slots} device, {config.host_slots} host): "
-                f"{slot_bytes / self.kv_bytes:.1%} of the cache",
+                f"{size(slot_bytes)} ({config.device_slots} device, {config.host_slots} host): "
+                f"{self.share_of_slots}",
             ),
         ]
+        if self.plan.top_k is not None:
+            share = config.code_bytes / self.kv_bytes
+            rows.append(
+                (
+                    "codes",
+                    f"{size(config.code_bytes)} in device memory, beside the slots: {share:.1%} "
+                    "of the cache",
+                )
+            )
+        return rows
 
     def _speed(self) -> list[tuple[str, str]]:
         run = self.run
@@ -103,27 +128,23 @@ class Report:
         note = "" if self.verified is None else ", verification not counted"
         return [
             ("prefill", f"{run.prefill_s:.2f} s, {rate:.0f} tokens/s{note}"),
-            ("decode", f"{run.tokens_per_s:.1f} tokens/s{note}"),
+            ("decode", f"{run.tokens_per_s:.1f} tokens/s{note}" if run.steps else "-"),
         ]
 
     def _reads(self) -> list[tuple[str, str]]:
         run, statistics = self.run, self.statistics
-        hits = statistics.device_hits + statistics.host_hits
-        total = hits + statistics.misses
-        share = f"{hits / total:.1%}" if total else "-"
+        wait = "nothing was read"
+        if statistics.bytes_read:
+            wait = (
+                f"{statistics.read_wait_s:.2f} s, prefill included; {statistics.read_overlap:.0%} "
+                "of the time that reads took was overlapped"
+            )
+        read_written = f"{size(statistics.bytes_read)}, {size(statistics.bytes_written)}"
         rows = [
-            ("read, written", f"{_size(statistics.bytes_read)}, {_size(statistics.bytes_written)}"),
-            (
-                "exact must read",
-                f"{_size(run.must_read_bytes)}: in every pass all full blocks less one a slot"
-                + _ratio(statistics.bytes_read, run.must_read_bytes),
-            ),
-            ("hits, misses", f"{hits}, {statistics.misses} ({share} hits, in blocks)"),
-            (
-                "read wait",
-                f"{statistics.read_wait_s:.2f} s; {statistics.read_overlap:.0%} of the time that "
-                "reads took was overlapped",
-            ),
+            ("read, written", f"{read_written}, prefill included"),
+            ("least to read", self._least_to_read()),
+            ("decode hits", self._decode_hits()),
+            ("read wait", wait),
             ("path", statistics.path),
         ]
         if statistics.write_errors:
@@ -133,16 +154,36 @@ class Report:
             rows.append(("mass left out", f"{left_out} (predicted)"))
         return rows
 
+    def _least_to_read(self) -> str:
+        least = self.run.must_read_bytes
+        if not least:
+            return "nothing in exact mode"
+        compare = "" if self.plan.top_k is None else ", for comparison"
+        ratio = self.statistics.bytes_read / least
+        return f"{size(least)} in exact mode{compare} ({ratio:.2f} times that was read)"
+
+    def _decode_hits(self) -> str:
+        steps = self.run.steps
+        resident, ahead = sum(s.resident for s in steps), sum(s.ahead for s in steps)
+        waited = sum(s.waited for s in steps)
+        total = resident + ahead + waited
+        if not total:
+            return "-"
+        return (
+            f"{(resident + ahead) / total:.1%} of {total} blocks: {resident} in slots, "
+            f"{ahead} read ahead; {waited} waited for"
+        )
+
     def _proof(self) -> list[tuple[str, str]]:
         verified = self.verified
         if verified is None:
             return [("verified", "no; --verify compares every attention output with float64")]
-        within = "within" if verified.failures == 0 else "BEYOND"
+        broken = "" if verified.failures == 0 else ": BROKEN"
         rows = [
             (
                 "largest error",
-                f"{verified.max_error:.2e} against float64, {within} promise 1 "
-                f"(at most {verified.bound_at_max:.2e})",
+                f"{verified.max_error:.2e} of float64's, {verified.bound_at_max:.2e} allowed "
+                f"(promise 1){broken}",
             ),
             (
                 "verified",
@@ -165,17 +206,3 @@ class Report:
                 )
             )
         return rows
-
-
-def _ratio(bytes_read: int, must_read: int) -> str:
-    return f" (read {bytes_read / must_read:.2f} times that)" if must_read else ""
-
-
-def _size(nbytes: int) -> str:
-    """Bytes for people, in powers of 1,024."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
