@@ -39,6 +39,12 @@ constexpr int QUERIES = 4;                     // of score at a time
 constexpr int QUERY_TILE = THREADS / COLUMNS;  // of project at a time
 constexpr int LOADS = 4;                       // in flight of a lane
 constexpr int MAX_RANK = 128;
+// Thread blocks of score on a multiprocessor; before sm_90 the compiler would spill to fit three.
+#if __CUDA_ARCH__ >= 900
+constexpr int SCORE_BLOCKS = 4;
+#else
+constexpr int SCORE_BLOCKS = 2;
+#endif
 constexpr int MAX_DIM = 256;
 
 // COLUMNS columns of the matrix as float32; past its last column zeros.
@@ -149,7 +155,7 @@ __device__ __forceinline__ void multiply(const u16* code, const float (*query)[M
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, SCORE_BLOCKS)
     score(const __grid_constant__ Params p) {
     __shared__ __align__(16) float queries[QUERIES][MAX_RANK];
     int head = blockIdx.y;
