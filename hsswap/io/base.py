@@ -29,6 +29,7 @@ Rules for every backend:
 from __future__ import annotations
 
 import asyncio
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from numpy.typing import NDArray
 
 from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import ArgumentError, HsswapError
+from hsswap.io.problems import io_error
 
 
 class QueueFull(HsswapError):
@@ -186,6 +188,19 @@ class BlockIO(ABC):
         BlockIOError when the file exists or cannot be made; nothing is left behind then.
         """
 
+    def open_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
+        """A file that is there already, as persistent stores need. Starts at once.
+
+        One that is shorter than ``nbytes`` is made that long, with zeros. The future fails with
+        OutOfSpace or BlockIOError, and changes nothing then. Raises BlockIOError where a backend
+        cannot do it.
+        """
+        raise io_error(errno.ENOTSUP, f"opening {path} through the backend {self.name}")
+
+    def file_sizes(self, directory: Path) -> asyncio.Future[dict[str, int]]:
+        """Names and bytes of the files in a directory. Like :meth:`open_file`."""
+        raise io_error(errno.ENOTSUP, f"listing {directory} through the backend {self.name}")
+
     @abstractmethod
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         """Close a file without transfers in flight and delete it. Starts at once.
@@ -196,7 +211,10 @@ class BlockIO(ABC):
 
     @abstractmethod
     def sync(self, file: IOFile) -> asyncio.Future[None]:
-        """Make what was written to a file so far survive a loss of power (fdatasync)."""
+        """Make what was written to a file so far survive a loss of power (fdatasync).
+
+        Of a new file: that it is there, too (fsync of its directory).
+        """
 
     @abstractmethod
     def submit(self, batch: Sequence[Transfer]) -> None:

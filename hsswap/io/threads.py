@@ -88,6 +88,12 @@ class ThreadedIO(BlockIO):
     def _create(self, path: Path, nbytes: int) -> IOFile: ...
 
     @abstractmethod
+    def _open(self, path: Path, nbytes: int) -> IOFile: ...
+
+    @abstractmethod
+    def _sizes(self, directory: Path) -> dict[str, int]: ...
+
+    @abstractmethod
     def _remove(self, file: IOFile) -> None: ...
 
     @abstractmethod
@@ -137,6 +143,17 @@ class ThreadedIO(BlockIO):
             return file
 
         return self._call(create)
+
+    def open_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
+        def open_() -> IOFile:
+            file = self._open(path, nbytes)
+            self._files.add(file)
+            return file
+
+        return self._call(open_)
+
+    def file_sizes(self, directory: Path) -> asyncio.Future[dict[str, int]]:
+        return self._call(lambda: self._sizes(directory))
 
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         if file not in self._files or file.in_flight:
