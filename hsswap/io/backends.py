@@ -8,10 +8,12 @@ from hsswap.errors import ConfigError
 from hsswap.io.base import BlockIO
 from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
+from hsswap.io.uring import UringIO
 
 BACKENDS: dict[str, Callable[[int], BlockIO]] = {
     "auto": PosixIO,
     "posix": PosixIO,
+    "uring": lambda threads: UringIO(),
     "memory": lambda threads: MemoryIO(),
 }
 """What :func:`open_backend` knows, made from a number of threads."""

@@ -89,6 +89,8 @@ class Transfer:
     ``prepare(transfer)`` runs right before a write and ``verify(transfer)`` right after a read that
     succeeded, both on the backend's thread, while the bytes are in that core's cache: the place for
     checksums. An :class:`~hsswap.errors.HsswapError` raised there is the transfer's error.
+    ``quick`` says that they wait for nothing and take 0.1 us a KiB at most; a backend without
+    threads may run them on the loop's thread then, a bounded number of bytes in one turn.
 
     ``on_done(transfer, error)``: see the rules above. ``deadline``: ``time.monotonic()`` seconds,
     or None. ``owner``: whatever must stay alive until then, usually the buffer.
@@ -107,6 +109,7 @@ class Transfer:
     verify: Callable[[Any], None] | None = None
     deadline: float | None = None
     owner: object = None
+    quick: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +130,26 @@ class Transfer:
             raise ArgumentError(
                 f"offset, span and addresses must be multiples of {alignment} and not null"
             )
+
+
+def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
+    """:meth:`Transfer.check` of many, at a fraction of the cost of each."""
+    bits = 0
+    for transfer in batch:
+        addresses, end = transfer.addresses, transfer.offset + transfer.nbytes
+        bits |= transfer.offset | transfer.span_bytes
+        if (
+            not 0 <= transfer.offset < end <= transfer.file.nbytes
+            or addresses.dtype != np.uint64
+            or addresses.ndim != 1
+        ):
+            transfer.check(alignment)
+    if batch:
+        joined = np.concatenate([transfer.addresses for transfer in batch])
+        bits |= int(np.bitwise_or.reduce(joined))
+        if bits & (alignment - 1) or not joined.all():
+            for transfer in batch:
+                transfer.check(alignment)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ class PosixIO(ThreadedIO):
     def path(self) -> str:
         return self._path
 
+    @property
+    def direct(self) -> bool:
+        """Whether files are opened with O_DIRECT. Known once started."""
+        return self._direct
+
     def _probe(self, directory: Path | None) -> None:
         if directory is None:
             raise ConfigError("the posix backend needs a directory")
@@ -202,12 +207,13 @@ class PosixIO(ThreadedIO):
             self.alignment,
         )
         if moved.error or moved.nbytes < transfer.nbytes:
-            raise self._failure(transfer, moved)
+            raise transfer_error(transfer, moved)
 
-    @staticmethod
-    def _failure(transfer: Transfer, moved: linux.Moved) -> BlockIOError:
-        verb = "reading" if transfer.operation is Operation.READ else "writing"
-        what = f"{verb} {transfer.nbytes} bytes at {transfer.offset} of {transfer.file.path}"
-        if moved.error:
-            return io_error(moved.error, what)
-        return ended_early(what, moved.nbytes, transfer.nbytes)
+
+def transfer_error(transfer: Transfer, moved: linux.Moved) -> BlockIOError:
+    """The error of a transfer that came only so far."""
+    verb = "reading" if transfer.operation is Operation.READ else "writing"
+    what = f"{verb} {transfer.nbytes} bytes at {transfer.offset} of {transfer.file.path}"
+    if moved.error:
+        return io_error(moved.error, what)
+    return ended_early(what, moved.nbytes, transfer.nbytes)

@@ -23,6 +23,7 @@ from hsswap.io.base import (
     Priority,
     QueueFull,
     Transfer,
+    check_transfers,
 )
 from hsswap.io.problems import io_error
 from hsswap.io.waiting import to_the_end, until_done
@@ -122,6 +123,10 @@ class ThreadedIO(BlockIO):
             in_flight=self._in_flight,
         )
 
+    def is_open(self, file: IOFile) -> bool:
+        """Whether a file was made here and not removed."""
+        return file in self._files
+
     async def start(self, directory: Path | None) -> None:
         if self._loop is not None:
             raise ArgumentError(f"{self!r} was started before; make a new one")
@@ -186,7 +191,7 @@ class ThreadedIO(BlockIO):
         for transfer in batch:
             if transfer.file not in self._files:
                 raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
-            transfer.check(self.alignment)
+        check_transfers(batch, self.alignment)
         for transfer in batch:
             transfer.file.in_flight += 1
         self._in_flight += len(batch)

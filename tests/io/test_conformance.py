@@ -19,6 +19,7 @@ from hsswap.io import open_backend
 from hsswap.io.base import BlockIO, IOFile, Operation, Priority, QueueFull, Transfer
 from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
+from hsswap.io.uring import UringIO
 from tests.io.support import PAGE, Pages, pattern
 from tests.io.transfers import Collector, ignore, run, transfer
 
@@ -26,6 +27,7 @@ LIMIT = 24
 MAKERS: dict[str, Callable[[int], BlockIO]] = {
     "memory": lambda threads: MemoryIO(limit=LIMIT),
     "posix": lambda threads: PosixIO(threads, limit=LIMIT),
+    "uring": lambda threads: UringIO(threads, limit=LIMIT),
 }
 
 
@@ -368,7 +370,9 @@ def test_names() -> None:
     assert open_backend("auto").name == "posix"
     assert open_backend("posix", threads=2).name == "posix"
     assert open_backend("memory").name == "memory"
-    with pytest.raises(ConfigError, match=r"'floppy' is unknown; known: auto, posix, memory"):
+    with pytest.raises(
+        ConfigError, match=r"'floppy' is unknown; known: auto, posix, uring, memory"
+    ):
         open_backend("floppy")
     with pytest.raises(ConfigError, match="io_threads is 0"):
         open_backend("posix", threads=0)
