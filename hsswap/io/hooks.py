@@ -1,4 +1,4 @@
-"""One thread that runs the hooks of transfers: checksums that are too long for the loop's thread."""
+"""One thread that runs the hooks of transfers: checksums too long for the loop's thread."""
 
 from __future__ import annotations
 

@@ -188,10 +188,11 @@ class BlockStore:
         which a read that has not begun fails with ETIMEDOUT.
 
         ``on_done(positions, error)`` is called on the loop, later, for groups of positions in the
-        arrays, every position exactly once: those of a run that succeeded together (None), each
-        failed one alone. Its error names layer and id: CorruptBlock for bytes that differ from
-        those written and for a block that was not written, StaleBlockId for an id freed meanwhile,
-        else what the backend reports. What the buffer of a failed block holds is unknown.
+        arrays, every position exactly once: those that succeeded together (None), as many runs as
+        ended in one go, each failed one alone. Its error names layer and id: CorruptBlock for bytes
+        that differ from those written and for a block that was not written, StaleBlockId for an id
+        freed meanwhile, else what the backend reports. What the buffer of a failed block holds is
+        unknown.
 
         Raises ArgumentError or ClosedError, and then does nothing.
         """
@@ -281,10 +282,12 @@ class BlockStore:
             refused = positions[unknown]
             self._mover.refuse(call.layer, call.indices, refused, call.on_done)
             positions = positions[~unknown]
-        self._mover.begin(self._cut(call, positions))
+        self._mover.begin(*self._cut(call, positions))
 
-    def _cut(self, call: _Call, positions: NDArray[np.int64]) -> list[BlockRun]:
-        """Runs over these positions of the call's arrays."""
+    def _cut(
+        self, call: _Call, positions: NDArray[np.int64]
+    ) -> tuple[list[BlockRun], NDArray[np.int64]]:
+        """Runs over these positions of the call's arrays, and the indices in their order."""
         block_bytes = self._layout.block_bytes[call.layer]
         order, bounds = plan_runs(call.indices[positions], block_bytes)
         positions = positions[order]
@@ -307,6 +310,7 @@ class BlockStore:
                 None if writing else compare_checksums,
                 call.deadline,
                 call.owner,
+                True,
                 layer=call.layer,
                 first=first,
                 positions=positions[begin:end],
@@ -315,7 +319,7 @@ class BlockStore:
                 notify=call.on_done,
             )
             runs.append(run)
-        return runs
+        return runs, indices
 
 
 class _Call(NamedTuple):

@@ -242,6 +242,8 @@ class ThreadedIO(BlockIO):
                     self._deliver_job(item, error)
                 else:
                     self._deliver_transfer(item, error)
+                if not completed and self.after_deliveries is not None:
+                    self.after_deliveries()
         finally:
             # Left over only when KeyboardInterrupt or SystemExit came through an on_done.
             if completed and self._loop is not None:

@@ -42,11 +42,7 @@ from hsswap.io.waiting import to_the_end, until_done
 DEPTH = 64
 """Transfers in the drive's queue at most."""
 MAX_DEPTH = 1024
-BYTES_IN_FLIGHT = {
-    Priority.NEEDED: 8 << 20,
-    Priority.PREFETCH: 2 << 20,
-    Priority.WRITE: 1 << 20,
-}
+BYTES_IN_FLIGHT = (8 << 20, 2 << 20, 1 << 20)
 """In the drive's queue at most, by priority; a transfer longer than that goes alone. A needed read
 waits for what the drive was given before it, so that is kept to what a fast drive needs (7 GB/s at
 100 us: 0.7 MB). The first also bounds one submission: 256 KiB take the kernel 14 us."""
@@ -84,7 +80,7 @@ class UringIO(BlockIO):
         # Of those started: how many, and their bytes by priority.
         self._started = 0
         self._started_bytes = [0 for _ in Priority]
-        self._ended: deque[tuple[Transfer, HsswapError | None]] = deque()
+        self._ended: deque[tuple[Transfer, HsswapError | None, int]] = deque()
         self._in_turn = False  # what is submitted meanwhile starts at its end
         self._inline_bytes = 0
         self._retries = 0
@@ -153,6 +149,14 @@ class UringIO(BlockIO):
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
         self._require_open()
         return self._posix.create_file(path, nbytes)
+
+    def open_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
+        self._require_open()
+        return self._posix.open_file(path, nbytes)
+
+    def file_sizes(self, directory: Path) -> asyncio.Future[dict[str, int]]:
+        self._require_open()
+        return self._posix.file_sizes(directory)
 
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         self._require_open()
@@ -226,10 +230,11 @@ class UringIO(BlockIO):
         try:
             long: list[Transfer] = []
             for transfer, error in self._queue.reap():
+                nbytes = transfer.nbytes
                 if error is not None or transfer.operation is Operation.WRITE:
-                    self._end(transfer, error)
-                elif transfer.verify is None or self._may_run_inline(transfer):
-                    self._end(transfer, run_hook(transfer))
+                    self._end(transfer, error, nbytes)
+                elif transfer.verify is None or self._may_run_inline(transfer, nbytes):
+                    self._end(transfer, run_hook(transfer), nbytes)
                 else:
                     long.append(transfer)
             if long:
@@ -237,7 +242,7 @@ class UringIO(BlockIO):
             prepared = []
             for transfer, error in self._hooks.take():
                 if error is not None or transfer.operation is Operation.READ:
-                    self._end(transfer, error)
+                    self._end(transfer, error, transfer.nbytes)
                 else:
                     prepared.append(transfer)
             self._start_waiting(prepared)
@@ -252,11 +257,11 @@ class UringIO(BlockIO):
             if self._drained and not self._drained.done() and not self._in_flight:
                 self._drained.set_result(None)
 
-    def _may_run_inline(self, transfer: Transfer) -> bool:
+    def _may_run_inline(self, transfer: Transfer, nbytes: int) -> bool:
         """Whether the hook may run here and now; counts its bytes then."""
-        if not transfer.quick or self._inline_bytes + transfer.nbytes > INLINE_BYTES:
+        if not transfer.quick or self._inline_bytes + nbytes > INLINE_BYTES:
             return False
-        self._inline_bytes += transfer.nbytes
+        self._inline_bytes += nbytes
         return True
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
@@ -265,19 +270,23 @@ class UringIO(BlockIO):
         assert self._hooks is not None
         ready, long = list(prepared), []
         for queue in self._waiting:
-            while queue and self._fits(queue[0]):
-                transfer = queue.popleft()
+            while queue:
+                transfer = queue[0]
+                priority, nbytes = transfer.priority, transfer.nbytes
+                if not self._fits(priority, nbytes):
+                    break
+                queue.popleft()
                 self._started += 1
-                self._started_bytes[transfer.priority] += transfer.nbytes
+                self._started_bytes[priority] += nbytes
                 if transfer.deadline is not None and time.monotonic() > transfer.deadline:
                     what = f"{transfer.operation.value} of {transfer.file.path}"
-                    self._end(transfer, io_error(errno.ETIMEDOUT, what))
+                    self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
                 elif transfer.operation is Operation.READ or transfer.prepare is None:
                     ready.append(transfer)
-                elif not self._may_run_inline(transfer):
+                elif not self._may_run_inline(transfer, nbytes):
                     long.append(transfer)
                 elif error := run_hook(transfer):
-                    self._end(transfer, error)
+                    self._end(transfer, error, nbytes)
                 else:
                     ready.append(transfer)
             if queue:
@@ -289,16 +298,15 @@ class UringIO(BlockIO):
         if self._queue.ring.pending:
             self._offer()
 
-    def _fits(self, transfer: Transfer) -> bool:
+    def _fits(self, priority: Priority, nbytes: int) -> bool:
         """Whether the drive's queue has a place for one more of that priority and length."""
-        priority = transfer.priority
         if priority is Priority.NEEDED:
-            places, nbytes = self._depth, sum(self._started_bytes)
+            places, there = self._depth, sum(self._started_bytes)
         else:  # a quarter of the places is for needed ones
-            places, nbytes = self._depth - self._depth // 4, self._started_bytes[priority]
+            places, there = self._depth - self._depth // 4, self._started_bytes[priority]
         if self._started >= places:
             return False
-        return nbytes == 0 or nbytes + transfer.nbytes <= BYTES_IN_FLIGHT[priority]
+        return there == 0 or there + nbytes <= BYTES_IN_FLIGHT[priority]
 
     def _offer(self) -> None:
         """Submit what was put into the ring. Without means the kernel is asked again, later."""
@@ -312,26 +320,26 @@ class UringIO(BlockIO):
                 self._retries = 0
                 for transfer in self._queue.withdraw():
                     what = f"{transfer.operation.value} of {transfer.file.path}"
-                    self._end(transfer, io_error(number, what))
+                    self._end(transfer, io_error(number, what), transfer.nbytes)
             assert self._loop is not None
             self._loop.call_later(RETRY_S, self._turn)
 
-    def _end(self, transfer: Transfer, error: HsswapError | None) -> None:
+    def _end(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
         """A started transfer is done; it is told at the end of the turn."""
         self._started -= 1
-        self._started_bytes[transfer.priority] -= transfer.nbytes
-        self._ended.append((transfer, error))
+        self._started_bytes[transfer.priority] -= nbytes
+        self._ended.append((transfer, error, nbytes))
 
     def _deliver(self) -> None:
         ended = self._ended
         while ended:
-            transfer, error = ended.popleft()
+            transfer, error, nbytes = ended.popleft()
             operation = transfer.operation
             self._in_flight -= 1
             transfer.file.in_flight -= 1
             self._calls_done[operation] += 1
             if error is None:
-                self._bytes[operation] += transfer.nbytes
+                self._bytes[operation] += nbytes
             else:
                 self._errors += 1
             try:
@@ -340,3 +348,5 @@ class UringIO(BlockIO):
                 assert self._loop is not None
                 context = {"message": f"on_done of {transfer} raised", "exception": problem}
                 self._loop.call_exception_handler(context)
+            if not ended and self.after_deliveries is not None:
+                self.after_deliveries()

@@ -1,6 +1,7 @@
-"""io_uring's numbers, layouts and system calls (man 2 io_uring_setup, io_uring_enter; linux/io_uring.h).
+"""io_uring's numbers, layouts and system calls.
 
-Names are the kernel's without their prefix. The structures are the same on every 64-bit processor::
+After linux/io_uring.h and man 2 io_uring_setup, io_uring_enter, io_uring_register. Names are the
+kernel's without their prefix. The structures are the same on every 64-bit processor::
 
     SQE, 64 bytes, as 8 words of 64 bits           CQE, 16 bytes
     0  opcode u8 | flags u8 | ioprio u16 | fd s32  user_data u64 | res s32 | flags u32

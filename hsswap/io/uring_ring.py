@@ -200,7 +200,8 @@ class Ring:
         """Give everything back. Nothing may be in flight. Twice is fine."""
         if self._ring < 0:
             return
-        self._sqes = self._cqes = np.empty(0)
+        # The mappings cannot be closed while arrays refer to them.
+        self._sqes, self._cqes = np.empty((0, 8), np.uint64), np.empty(0, CQE)
         self._words = memoryview(b"")
         for mapping in self._maps:
             mapping.close()

@@ -60,12 +60,8 @@ async def test_neighbours_travel_together(store: BlockStore) -> None:
     assert store.statistics().write_calls == -(-130 // RUN_BLOCKS)
     _, outcome = await read(store, 0, indices[[3, 1, 2, 100, 7, 99, 40]])
     assert store.statistics().read_calls == 4  # 1-3, 7, 40, 99-100
-    assert sorted(sorted(positions) for positions, _ in outcome.reports) == [
-        [0, 1, 2],
-        [3, 5],
-        [4],
-        [6],
-    ]
+    assert sorted(position for listed, _ in outcome.reports for position in listed) == [*range(7)]
+    assert len(outcome.reports) <= 4  # runs that end together are reported together
 
 
 async def test_the_same_block_twice_in_a_call(store: BlockStore) -> None:
