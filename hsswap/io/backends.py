@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from hsswap.errors import ConfigError
 from hsswap.io.base import BlockIO
+from hsswap.io.choose import AutoIO
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
 from hsswap.io.uring import UringIO
 
 BACKENDS: dict[str, Callable[[int], BlockIO]] = {
-    "auto": PosixIO,
+    "auto": AutoIO,
     "posix": PosixIO,
     "uring": lambda threads: UringIO(),
     "memory": lambda threads: MemoryIO(),
@@ -27,8 +28,9 @@ def open_backend(name: str, *, threads: int = 4) -> BlockIO:
 
     ``gds`` is GPUDirect Storage or an error; ``gds-compat`` takes kvikio's compatibility path where
     there is no GPUDirect.
-    ``auto`` is posix for now: it works on every Linux and every file system, and falls back to the
-    page cache, saying so in ``path``. ``threads`` counts for posix alone. Raises ConfigError for
+    ``auto`` measures and takes uring or posix, one of which works on every Linux and every file
+    system, through the page cache if need be; it says so in ``path`` and ``why``. ``threads``
+    counts for posix and gds. Raises ConfigError for
     another name or number.
     """
     make = BACKENDS.get(name)

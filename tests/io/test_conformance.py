@@ -367,7 +367,8 @@ async def test_closing_what_was_not_started(make: Callable[[int], BlockIO]) -> N
 
 
 def test_names() -> None:
-    assert open_backend("auto").name == "posix"
+    assert open_backend("auto").name == "auto"
+    assert open_backend("uring").name == "uring"
     assert open_backend("posix", threads=2).name == "posix"
     assert open_backend("memory").name == "memory"
     with pytest.raises(
