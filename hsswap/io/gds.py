@@ -95,6 +95,7 @@ class GdsIO(PosixIO):
         # Pinned for DMA, by base address.
         self._registered: dict[int, tuple[Allocation, object]] = {}
         self._register_lock = threading.Lock()
+        self._arenas: tuple[Allocation, ...] = ()  # the same, replaced as a whole
 
     @property
     def path(self) -> str:
@@ -209,7 +210,7 @@ class GdsIO(PosixIO):
     def _move(self, transfer: Transfer) -> None:
         assert self._driver is not None
         assert self._kvikio is not None
-        pieces = pieces_of(transfer, self._driver.allocation)
+        pieces = pieces_of(transfer, self._allocation_of)
         if not pieces:
             super()._move(transfer)
             return
@@ -220,6 +221,13 @@ class GdsIO(PosixIO):
             moved = self._move_on_pool(transfer, pieces)
         if moved < transfer.nbytes:
             raise ended_early(describe(transfer), moved, transfer.nbytes)
+
+    def _allocation_of(self, address: int) -> Allocation | None:
+        for found in self._arenas:  # known to stay as they are, so the driver need not be asked
+            if found.base <= address < found.end:
+                return found
+        assert self._driver is not None
+        return self._driver.allocation(address)
 
     def _move_here(self, transfer: Transfer, pieces: Sequence[Piece]) -> int:
         """One piece after the other, in this thread; other transfers go on in other threads.
@@ -285,6 +293,7 @@ class GdsIO(PosixIO):
             except KVIKIO_ERRORS as error:
                 raise _failure(error, f"registering {found.nbytes} bytes") from error
             self._registered[found.base] = found, owner
+            self._arenas += (found,)
 
     def _unregister(self, address: int) -> None:
         with self._register_lock:
@@ -298,6 +307,7 @@ class GdsIO(PosixIO):
         assert self._driver is not None
         assert self._kvikio is not None
         found, _ = self._registered.pop(base)
+        self._arenas = tuple(one for one in self._arenas if one.base != base)
         self._driver.make_current(found.context)
         try:
             self._kvikio.unregister(DeviceBuffer(found.base, found.nbytes))

@@ -45,6 +45,20 @@ class Allocation(NamedTuple):
         return self.base + self.nbytes
 
 
+class _Answers(threading.local):
+    """Where cuPointerGetAttributes puts its answers: made once a thread, filled by each call."""
+
+    def __init__(self) -> None:
+        self.kind, self.context, self.device = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_int()
+        self.base, self.nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self.count = ctypes.c_uint(5)
+        self.attributes = (ctypes.c_int * 5)(
+            MEMORY_TYPE, CONTEXT, DEVICE_ORDINAL, RANGE_START_ADDR, RANGE_SIZE
+        )
+        places = (self.kind, self.context, self.device, self.base, self.nbytes)
+        self.values = (ctypes.c_void_p * 5)(*map(ctypes.addressof, places))
+
+
 class CudaDriver:
     """An open libcuda. Raises GdsUnavailable where there is none.
 
@@ -62,9 +76,7 @@ class CudaDriver:
             ) from error
         self._primary: dict[int, int] = {}  # retained contexts by device, until close
         self._lock = threading.Lock()  # for the line above: workers share this object
-        self._attributes = (ctypes.c_int * 5)(
-            MEMORY_TYPE, CONTEXT, DEVICE_ORDINAL, RANGE_START_ADDR, RANGE_SIZE
-        )
+        self._answers = _Answers()
 
     def close(self) -> None:
         """Let go of the contexts that were retained."""
@@ -77,22 +89,18 @@ class CudaDriver:
 
         Managed memory counts as what the driver says it is. Takes the time of one driver call.
         """
-        kind, context = ctypes.c_uint(), ctypes.c_void_p()
-        device, base, nbytes = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
-        answers = (ctypes.c_void_p * 5)(
-            *(ctypes.addressof(value) for value in (kind, context, device, base, nbytes))
-        )
+        found = self._answers
         code = self._library.cuPointerGetAttributes(
-            ctypes.c_uint(5), self._attributes, answers, ctypes.c_uint64(address)
+            found.count, found.attributes, found.values, ctypes.c_uint64(address)
         )
         if code == CUDA_ERROR_NOT_INITIALIZED:
             return None
         self._require(code, "cuPointerGetAttributes")
-        if kind.value != MEMORY_TYPE_DEVICE:
+        if found.kind.value != MEMORY_TYPE_DEVICE:
             return None
         # Memory of a pool (cuMemAllocAsync) or of cuMemMap belongs to no context.
-        owner = context.value or self.primary_context(device.value)
-        return Allocation(base.value, nbytes.value, owner)
+        context = found.context.value or self.primary_context(found.device.value)
+        return Allocation(found.base.value, found.nbytes.value, context)
 
     def primary_context(self, device: int) -> int:
         """The primary context of a device, retained until :meth:`close`."""

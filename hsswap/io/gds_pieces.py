@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hsswap.errors import ArgumentError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.gds_driver import Allocation
@@ -36,53 +33,35 @@ def pieces_of(transfer: Transfer, allocation_of: Callable[[int], Allocation | No
     for a span that ends behind its allocation, and for host memory behind a first span in device
     memory. (The other way round the system call fails with EFAULT.)
     """
-    addresses, span_bytes = transfer.addresses, transfer.span_bytes
+    span_bytes = transfer.span_bytes
     pieces: list[Piece] = []
-    number = 0
-    while number < len(addresses):
-        address = int(addresses[number])
-        allocation = allocation_of(address)
-        if allocation is None:
-            if not pieces:
-                return pieces
-            raise ArgumentError(
-                f"{describe(transfer)}: its first span is in device memory and the one at "
-                f"{address:#x} is not; submit one transfer to each kind of memory"
-            )
-        count = _count_inside(addresses[number:], span_bytes, allocation)
-        if count == 0:
+    allocation: Allocation | None = None
+    begin = end = limit = 0  # the piece that is growing; where its allocation ends
+    offset = transfer.offset
+    # A loop, not NumPy: most transfers have few spans, and 1,000 take 0.1 ms for 64 MB of blocks.
+    for address in transfer.addresses.tolist():
+        if address == end and end + span_bytes <= limit:
+            end += span_bytes
+            continue
+        if allocation is not None and end > begin:
+            pieces.append(Piece(allocation, begin, end - begin, offset))
+            offset += end - begin
+        if allocation is None or not allocation.base <= address < limit:
+            allocation = allocation_of(address)
+            if allocation is None:
+                if not pieces:
+                    return pieces
+                raise ArgumentError(
+                    f"{describe(transfer)}: its first span is in device memory and the one at "
+                    f"{address:#x} is not; submit one transfer to each kind of memory"
+                )
+            limit = allocation.end
+        begin, end = address, address + span_bytes
+        if end > limit:
             raise ArgumentError(
                 f"{describe(transfer)}: the span of {span_bytes} bytes at {address:#x} ends behind "
-                f"its allocation, which ends at {allocation.end:#x}"
+                f"its allocation, which ends at {limit:#x}"
             )
-        offset = transfer.offset + number * span_bytes
-        pieces += _adjoining(addresses[number : number + count], span_bytes, allocation, offset)
-        number += count
+    assert allocation is not None  # a transfer has spans
+    pieces.append(Piece(allocation, begin, end - begin, offset))
     return pieces
-
-
-def _count_inside(addresses: NDArray[np.uint64], span_bytes: int, allocation: Allocation) -> int:
-    """How many spans from the first on lie wholly in an allocation."""
-    if span_bytes > allocation.nbytes:
-        return 0
-    first, last = np.uint64(allocation.base), np.uint64(allocation.end - span_bytes)
-    inside = (addresses >= first) & (addresses <= last)
-    return len(addresses) if inside.all() else int(np.argmin(inside))
-
-
-def _adjoining(
-    addresses: NDArray[np.uint64], span_bytes: int, allocation: Allocation, offset: int
-) -> list[Piece]:
-    """Spans of one allocation, neighbours joined."""
-    jumps = np.flatnonzero(addresses[1:] != addresses[:-1] + np.uint64(span_bytes)) + 1
-    begins = [0, *jumps.tolist()]
-    ends = [*begins[1:], len(addresses)]
-    return [
-        Piece(
-            allocation,
-            int(addresses[begin]),
-            (end - begin) * span_bytes,
-            offset + begin * span_bytes,
-        )
-        for begin, end in zip(begins, ends, strict=True)
-    ]

@@ -81,6 +81,17 @@ class DeviceMemory:
         address: int = self.on_device(self.driver.allocate, nbytes)
         return address
 
+    def allocate_pooled(self, nbytes: int) -> int:
+        """Device memory of a stream's pool, which belongs to no context."""
+        address = ctypes.c_uint64()
+        arguments = ctypes.byref(address), ctypes.c_size_t(nbytes), None
+        assert self.on_device(self._library.cuMemAllocAsync, *arguments) == 0
+        return address.value
+
+    def free_pooled(self, address: int) -> None:
+        """Give that back."""
+        assert self.on_device(self._library.cuMemFreeAsync, ctypes.c_uint64(address), None) == 0
+
     def free(self, address: int) -> None:
         """Give device memory back."""
         self.on_device(self.driver.free, address)

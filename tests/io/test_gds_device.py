@@ -10,6 +10,7 @@ import ctypes
 import errno
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from hsswap.errors import ArgumentError, BlockIOError
-from hsswap.io import BlockStore
+from hsswap.io import BlockStore, open_backend
 from hsswap.io.base import Operation
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import GdsUnavailable
@@ -174,6 +175,24 @@ async def test_spans_in_several_allocations_and_neighbours_in_one_call(
     await io.close()
 
 
+async def test_memory_that_belongs_to_no_context(backend: GdsIO, tmp_path: Path) -> None:
+    memory = DevicePages.memory
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 4 * PAGE)
+    address = memory.allocate_pooled(4 * PAGE)
+    host = Pages(4)
+    host.spans[:] = pattern(4, PAGE, 5)
+    assert await run(backend, transfer(Operation.WRITE, file, host, ignore)) == [None]
+    pooled = transfer(Operation.READ, file, host, ignore)
+    pooled.addresses = np.arange(4, dtype=np.uint64) * np.uint64(PAGE) + np.uint64(address)
+    assert await run(backend, pooled) == [None]
+    found = np.empty((4, PAGE), np.uint8)
+    memory.on_device(memory.driver.download, found.ctypes.data, address, found.nbytes)
+    assert np.array_equal(found, host.spans)
+    memory.free_pooled(address)
+    await backend.close()
+
+
 async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: Path) -> None:
     await backend.start(tmp_path)
     file = await backend.create_file(tmp_path / "file", 8 * PAGE)
@@ -321,6 +340,22 @@ async def test_named_without_gpudirect_and_allowed_by_name(
     await io.start(tmp_path)
     assert "through host memory: no drive; no module)" in io.path
     await io.close()
+
+
+async def test_by_name_on_this_host(
+    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing injected: whatever drives there are, this cuFile cannot do it."""
+    monkeypatch.setenv("FAKE_CUFILE", "none")
+    with pytest.raises(GdsUnavailable, match=r"io='gds' cannot work here: .*io='gds-compat'"):
+        await open_backend("gds").start(tmp_path)
+    io = open_backend("gds-compat", threads=2)
+    await io.start(tmp_path)
+    assert re.fullmatch(
+        r"compatibility path \(kvikio 26\S+ through host memory: .+\); host memory: .+", io.path
+    )
+    await io.close()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

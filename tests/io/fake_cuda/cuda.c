@@ -13,6 +13,7 @@
  *   cc -shared -fPIC -O1 -pthread -Wl,-soname,libcuda.so.1 -o libcuda.so.1 cuda.c
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -32,6 +33,7 @@
 #define DRIVER_VERSION 13000
 #define MEMORY_HOST 1
 #define MEMORY_DEVICE 2
+#define MEMORY_POOLED 3 /* device memory that belongs to no context */
 #define ALLOCATIONS 4096
 #define PAGE 4096u
 
@@ -164,7 +166,7 @@ char *fake_cuda_reachable(uintptr_t address, size_t bytes) { return reachable(ad
 int fake_cuda_is_device(uintptr_t address)
 {
     pthread_mutex_lock(&lock);
-    int i = find(address), found = i >= 0 && allocations[i].kind == MEMORY_DEVICE;
+    int i = find(address), found = i >= 0 && allocations[i].kind != MEMORY_HOST;
     pthread_mutex_unlock(&lock);
     return found;
 }
@@ -258,9 +260,8 @@ result cuCtxSynchronize(void) { BEGIN_CURRENT(); return SUCCESS; }
 
 /* Memory. */
 
-result cuMemAlloc(deviceptr *address, size_t bytes)
+static result allocate(deviceptr *address, size_t bytes, int kind)
 {
-    BEGIN_CURRENT();
     if (!bytes) return INVALID_VALUE;
     bytes = (bytes + PAGE - 1) & ~(size_t)(PAGE - 1);
     int file = memfd_create("fake_cuda", MFD_CLOEXEC);
@@ -270,21 +271,42 @@ result cuMemAlloc(deviceptr *address, size_t bytes)
     close(file);
     if (device == MAP_FAILED || shadow == MAP_FAILED) return OUT_OF_MEMORY;
     *address = (deviceptr)device;
-    return add(*address, bytes, shadow, MEMORY_DEVICE);
+    return add(*address, bytes, shadow, kind);
 }
-result cuMemAlloc_v2(deviceptr *address, size_t bytes) { return cuMemAlloc(address, bytes); }
-result cuMemFree(deviceptr address)
+static result release(deviceptr address, int kind)
 {
     size_t bytes;
     char *shadow;
-    BEGIN_CURRENT();
-    result code = take(address, MEMORY_DEVICE, &bytes, &shadow);
+    result code = take(address, kind, &bytes, &shadow);
     if (code) return code;
     munmap((void *)address, bytes);
     munmap(shadow, bytes);
     return SUCCESS;
 }
+result cuMemAlloc(deviceptr *address, size_t bytes)
+{
+    BEGIN_CURRENT();
+    return allocate(address, bytes, MEMORY_DEVICE);
+}
+result cuMemAlloc_v2(deviceptr *address, size_t bytes) { return cuMemAlloc(address, bytes); }
+result cuMemFree(deviceptr address)
+{
+    BEGIN_CURRENT();
+    return release(address, MEMORY_DEVICE);
+}
 result cuMemFree_v2(deviceptr address) { return cuMemFree(address); }
+result cuMemAllocAsync(deviceptr *address, size_t bytes, handle stream)
+{
+    (void)stream;
+    BEGIN_CURRENT();
+    return allocate(address, bytes, MEMORY_POOLED);
+}
+result cuMemFreeAsync(deviceptr address, handle stream)
+{
+    (void)stream;
+    BEGIN_CURRENT();
+    return release(address, MEMORY_POOLED);
+}
 result cuMemHostAlloc(void **address, size_t bytes, unsigned flags)
 {
     (void)flags;
@@ -343,8 +365,8 @@ static result attribute(void *value, int which, deviceptr address)
     int kind = i < 0 ? 0 : allocations[i].kind;
     pthread_mutex_unlock(&lock);
     switch (which) {
-    case 1: *(handle *)value = kind ? &primary : NULL; break;
-    case 2: *(unsigned *)value = kind; break;
+    case 1: *(handle *)value = kind && kind != MEMORY_POOLED ? &primary : NULL; break;
+    case 2: *(unsigned *)value = kind == MEMORY_POOLED ? MEMORY_DEVICE : kind; break;
     case 3: *(deviceptr *)value = kind ? address : 0; break;
     case 8: *(unsigned char *)value = 0; break;
     case 9: *(int *)value = kind ? 0 : -2; break;
@@ -445,6 +467,26 @@ result cuStreamSynchronize(handle stream)
     BEGIN_CURRENT();
     if (!stream) begin("default stream synchronised");
     return SUCCESS;
+}
+
+/* How cuda.bindings finds the rest. */
+
+result cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *why)
+{
+    char newer[80];
+    void *self = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
+    (void)flags;
+    strncpy(newer, name, 70);
+    newer[70] = 0;
+    *found = version >= 13000 ? dlsym(self, strcat(newer, "_v2")) : NULL;
+    if (!*found) *found = dlsym(self, name);
+    if (why) *why = *found ? 0 : 1;
+    dlclose(self);
+    return *found ? SUCCESS : NOT_FOUND;
+}
+result cuGetProcAddress(const char *name, void **found, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(name, found, version, flags, NULL);
 }
 
 /* Words. */
