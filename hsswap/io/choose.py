@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ class AutoIO(BlockIO):
     preferred unless it reads clearly slower.
     """
 
+    name = "auto"  # until started, then that of the backend chosen
     needs_directory = True
 
     def __init__(self, threads: int = 4) -> None:
@@ -50,12 +52,7 @@ class AutoIO(BlockIO):
         return f"<AutoIO {self._chosen!r}>" if self._chosen else "<AutoIO new>"
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """``auto`` until started, then the name of the backend chosen."""
-        return "auto" if self._chosen is None else self._chosen.name
-
-    @property
-    def after_deliveries(self) -> Callable[[], None] | None:  # type: ignore[override]
+    def after_deliveries(self) -> Callable[[], None] | None:
         """As in BlockIO."""
         return None if self._chosen is None else self._chosen.after_deliveries
 
@@ -92,7 +89,7 @@ class AutoIO(BlockIO):
         except BaseException:
             await to_the_end(uring.close, self._posix.close)
             raise
-        self._chosen, self.limit = chosen, chosen.limit
+        self._chosen, self.name, self.limit = chosen, chosen.name, chosen.limit
         loser: BlockIO = uring if chosen is self._posix else self._posix
         await loser.close()
 
@@ -180,7 +177,7 @@ async def _measure(backends: list[BlockIO], directory: Path) -> list[_Arm]:
     try:
         for io in backends:
             path = directory / f"{PROBE_NAME}-{io.name}"
-            await loop.run_in_executor(None, lambda path=path: path.unlink(missing_ok=True))
+            await loop.run_in_executor(None, partial(path.unlink, missing_ok=True))
             file = await io.create_file(path, nbytes)
             arms.append(_Arm(io, file))
             # Without a name it goes by itself, whatever happens from here on.
