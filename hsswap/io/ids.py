@@ -2,7 +2,7 @@
 
 An id is an int: the block's index in the low 32 bits, its generation above. The generation begins
 at 1 and grows when the block is freed, so an id kept too long is found out. Pure state, NumPy in
-and out; not locked, its owner's lock covers it.
+and out; calls that change it may come from any thread.
 
 A block that somebody may want again (its content has a prefix key, or was found on disk when the
 store was opened) is *kept* when nobody holds it any more: it has an id, no holder, and goes when
@@ -11,12 +11,18 @@ room is needed. Adding a reference takes it back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hsswap.errors import ArgumentError, ConfigError, OutOfBlocks, StaleBlockId
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 INDEX_BITS = 32
 INDEX_MASK = (1 << INDEX_BITS) - 1
@@ -59,6 +65,17 @@ def as_ids(ids: ArrayLike) -> NDArray[np.int64]:
         raise ArgumentError(f"block ids must be 64-bit integers: {error}") from error
 
 
+def _locked(method: Callable[Concatenate[BlockIds, P], T]) -> Callable[Concatenate[BlockIds, P], T]:
+    """One call at a time."""
+
+    @wraps(method)
+    def call(self: BlockIds, /, *args: P.args, **options: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return call
+
+
 class BlockIds:
     """The ids of a store of ``capacity`` blocks, with reference counts and generations.
 
@@ -91,6 +108,7 @@ class BlockIds:
         self._extent_used = np.zeros(capacity // EXTENT_IDS, np.int64)
         self._retired = np.zeros(capacity, np.bool_)
         self._free_count = capacity
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<BlockIds {self.capacity - self._free_count} of {self.capacity} used>"
@@ -159,6 +177,7 @@ class BlockIds:
             )
         return indices
 
+    @_locked
     def allocate(self, count: int, after: int | None = None) -> NDArray[np.int64]:
         """``count`` new ids with one reference each, all or none.
 
@@ -226,6 +245,7 @@ class BlockIds:
         # A last extent of fewer ids than 16 is not counted: nobody is given it as an empty one.
         np.add.at(self._extent_used, extents[extents < len(self._extent_used)], step)
 
+    @_locked
     def add_reference(self, ids: ArrayLike) -> None:
         """One more holder for each id, also of kept ones; an id given twice gets two.
 
@@ -237,11 +257,12 @@ class BlockIds:
         self._kept_count -= len(kept)
         np.add.at(self._references, indices, 1)
 
+    @_locked
     def drop_reference(self, ids: ArrayLike) -> NDArray[np.int64]:
         """One holder less for each id; an id given twice loses two. Returns the ids freed by it.
 
-        Blocks to be kept are not freed. Raises StaleBlockId for a freed id, ArgumentError when one call drops more references to an
-        id than there are.
+        Blocks to be kept are not freed. Raises StaleBlockId for a freed id, ArgumentError when one
+        call drops more references to an id than there are.
         """
         indices, drops = np.unique(self.check(ids), return_counts=True)
         left = self._references[indices] - drops
@@ -262,6 +283,13 @@ class BlockIds:
             self._free(freed)
         return freed_ids
 
+    @_locked
+    def drop_one(self, block_id: int) -> int:
+        """One holder less for an id; how many are left. Raises StaleBlockId."""
+        left = self.refcount(block_id) - 1
+        self.drop_reference([block_id])
+        return left
+
     def _free(self, indices: NDArray[np.int64]) -> None:
         last = self._generations[indices] == LAST_GENERATION
         self._retired[indices[last]] = True
@@ -277,11 +305,13 @@ class BlockIds:
 
     # Blocks that are kept.
 
+    @_locked
     def want(self, indices: NDArray[np.int64], depths: NDArray[np.int64]) -> None:
         """Keep these blocks, in use or kept, when nobody holds them; ``depths``: in the prefix."""
         self._wanted[indices] = True
         self._depths[indices] = depths
 
+    @_locked
     def unwant(self, indices: NDArray[np.int64]) -> None:
         """Free these blocks when nobody holds them; now, if that is so."""
         self._wanted[indices] = False
@@ -314,6 +344,7 @@ class BlockIds:
         """The highest generation of any block."""
         return int(self._generations.max())
 
+    @_locked
     def free_kept(self, indices: NDArray[np.int64]) -> None:
         """Free those of the blocks that are kept."""
         kept = indices[self._kept_since[indices] > 0]

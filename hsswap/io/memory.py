@@ -95,8 +95,8 @@ class MemoryIO(ThreadedIO):
 
     ``operations`` lists what has been run: "create", "open", "list", "read", "write", "sync",
     "remove". ``files``: what is there at the start. With ``power`` it follows what is synced, for
-    :meth:`power_state` and :meth:`power_cut`; ``after_each(self)``, called on its thread after every
-    operation, sees each moment.
+    :meth:`power_state` and :meth:`power_cut`; ``after_each(self)``, called on its thread after each
+    operation, sees every moment.
     """
 
     name = "memory"

@@ -20,8 +20,9 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,11 @@ class RunMover:
         # Runs beyond the backend's limit, by priority. At most as many as callers have buffers.
         self._backlog: list[tuple[Priority, int, BlockRun]] = []
         self._sequence = itertools.count()
+        self._done: deque[tuple[BlockRun, HsswapError | None]] = deque()
+        self._reports: deque[tuple[OnBlocksDone, NDArray[np.int64]]] = deque()
         self._closing = False
+        segments.on_ready = self._files_ready
+        backend.after_deliveries = self._settle
 
     def attach(self, journal: Journal) -> None:
         """Ask this before blocks are overwritten, and leave it room for one transfer."""
@@ -99,7 +104,7 @@ class RunMover:
         self.counters.in_flight += len(indices)
         reading = len(runs) > 0 and runs[0].operation is Operation.READ
         if reading and self._order.admit_reads(runs[0].layer, indices):
-            crcs = self._checksums[runs[0].layer, indices]
+            crcs = self._contents.checksums[runs[0].layer, indices]
             begin = 0
             for run in runs:
                 end = begin + len(run.positions)
@@ -109,6 +114,8 @@ class RunMover:
                     self._ready.append(run)
         else:
             for run in runs:
+                if not reading:
+                    run.ticket = self.tickets.take(run.count)
                 if self._order.admit(run):
                     self._start(run)
         self._pump()
@@ -119,11 +126,13 @@ class RunMover:
         indices: NDArray[np.int64],
         positions: NDArray[np.int64],
         notify: OnBlocksDone,
+        *,
+        writing: bool,
     ) -> None:
-        """Report blocks that were not written, or whose ids are free, later, on the loop."""
+        """Report blocks that cannot be read or written, and why, later, on the loop."""
         self.counters.in_flight += len(positions)
         for number, index in enumerate(indices[positions].tolist()):
-            error = self._no_content(layer, index)
+            error = why_refused(self._ids, layer, index, writing=writing)
             where = positions[number : number + 1]
             self._loop.call_soon(self._report, notify, where, error)
 
@@ -133,24 +142,29 @@ class RunMover:
 
     def _settle(self) -> None:
         """End the runs that came back. The backend calls it after it delivered some."""
-        done, self._done = self._done, []
         good_reads: dict[int, list[BlockRun]] = {}
-        for run, error in done:
-            self.counters.calls[run.operation] += 1
-            if error is not None and run.count > 1 and not self._closing:
-                # Which blocks have the fault? Each goes again, alone, still holding its block.
-                self._ready.extend(run.single(number) for number in range(run.count))
-                continue
-            self.segments.leave(run)
-            if error is not None:
-                self._fail(run, error)
-            elif run.operation is Operation.READ and run.bad is None:
-                good_reads.setdefault(run.layer, []).append(run)
-            else:
-                self._succeed(run)
-        for runs in good_reads.values():
-            self._succeed_reads(runs)
-        self._pump()
+        try:
+            while self._done:
+                run, error = self._done.popleft()
+                self.counters.calls[run.operation] += 1
+                if error is not None and run.count > 1 and not self._closing:
+                    # Which blocks have the fault? Each goes again, alone, holding its block.
+                    self._ready.extend(run.single(number) for number in range(run.count))
+                    continue
+                self.segments.leave(run)
+                if error is not None:
+                    self._fail(run, error)
+                elif run.operation is Operation.READ and run.bad is None:
+                    good_reads.setdefault(run.layer, []).append(run)
+                else:
+                    self._succeed(run)
+        finally:  # also when KeyboardInterrupt or SystemExit came through a report
+            for runs in good_reads.values():
+                self._succeed_reads(runs)
+            self._drain_reports()
+            if self._done:
+                self._loop.call_soon(self._settle)
+            self._pump()
 
     def close(self) -> None:
         """End with ClosedError whatever the backend has not been given; take no more."""
@@ -170,9 +184,10 @@ class RunMover:
             if run.waited and not self._still_readable(run):
                 return
             run.crcs = self._contents.checksums[run.layer, run.blocks].copy()
-        elif self._journal is not None:
-            if not self._journal.begin_write(run, partial(self._cleared, run)):
-                return
+        elif self._journal is not None and not self._journal.begin_write(
+            run, partial(self._cleared, run)
+        ):
+            return
         if self.segments.enter(run):
             self._ready.append(run)
 
@@ -253,7 +268,16 @@ class RunMover:
             positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
             self.counters.blocks[Operation.READ] += len(positions)
             self.counters.nbytes[Operation.READ] += len(positions) * runs[0].span_bytes
-            self._report(notify, positions, None)
+            self._reports.append((notify, positions))
+
+    def _drain_reports(self) -> None:
+        """Tell the callers of reads that succeeded."""
+        try:
+            while self._reports:
+                self._report(*self._reports.popleft(), None)
+        finally:
+            if self._reports:
+                self._loop.call_soon(self._drain_reports)
 
     def _succeed(self, run: BlockRun) -> None:
         good = run.positions
