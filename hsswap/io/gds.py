@@ -19,6 +19,8 @@ Rules that follow from how kvikio works (``facts/dependencies.md`` 5):
   pieces goes to kvikio's pool, which moves them side by side; its futures keep neither file nor
   buffer alive, so the thread holds both until every one has ended, failed ones included. Cancelling
   whoever awaits changes nothing of that.
+* Compatibility pins 16 MiB of host memory for every thread that moves something, its own and those
+  of the pool, until the last backend of the process closes.
 * kvikio orders nothing with streams. Finish what reads or writes the memory before
   :meth:`~hsswap.io.base.BlockIO.submit`, and start what uses it after ``on_done``.
 * ``prepare`` and ``verify`` see a transfer's addresses as they are; on device memory they must not

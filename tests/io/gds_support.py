@@ -50,7 +50,7 @@ def stand_in() -> Any:
 
 def build_stand_ins(place: Path) -> None:
     """Compile both stand-ins into a directory for LD_LIBRARY_PATH."""
-    common = ["cc", "-shared", "-fPIC", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    common = ["cc", "-shared", "-fPIC", "-O1", "-pthread", "-Wall", "-Wextra"]
     for library, source, others in [
         ("libcuda.so.1", "cuda.c", []),
         ("libcufile.so.0", "cufile.c", [place / "libcuda.so.1"]),

@@ -11,18 +11,19 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsswap.errors import ArgumentError, ConfigError
+from hsswap.errors import ArgumentError, BlockIOError, ConfigError
 from hsswap.io import open_backend
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import Allocation
-from hsswap.io.gds_kvikio import errno_of
+from hsswap.io.gds_kvikio import CuFile, DeviceBuffer, errno_of
 from hsswap.io.gds_pieces import pieces_of
 from hsswap.io.gds_probe import missing_for_gpudirect
 from tests.conftest import missing_for_gpu
@@ -151,6 +152,51 @@ def test_pieces_are_the_spans_with_neighbours_joined(places: list[int]) -> None:
         assert piece.address + piece.nbytes <= piece.allocation.end
     for one, other in pairwise(pieces):
         assert one.address + one.nbytes != other.address or one.allocation is not other.allocation
+
+
+class ScriptedCuFile:
+    """kvikio's pool as a script: piece ``refused`` is not taken, piece ``failing`` fails."""
+
+    def __init__(self, refused: int, failing: int) -> None:
+        self.refused, self.failing = refused, failing
+        self.taken: list[int] = []
+        self.waited: list[int] = []
+
+    def pread(self, buf: DeviceBuffer, size: int, file_offset: int) -> ScriptedFuture:
+        number = len(self.taken)
+        if number == self.refused:
+            raise RuntimeError("made up: refused")
+        self.taken.append(number)
+        return ScriptedFuture(self, number, size)
+
+
+class ScriptedFuture:
+    """A future of it; the end of a piece is when somebody has waited for it."""
+
+    def __init__(self, script: ScriptedCuFile, number: int, nbytes: int) -> None:
+        self.script, self.number, self.nbytes = script, number, nbytes
+
+    def get(self) -> int:
+        self.script.waited.append(self.number)
+        if self.number == self.script.failing:
+            raise RuntimeError("POSIX error on pread: Input/output error")
+        return self.nbytes
+
+
+@pytest.mark.parametrize(
+    ("refused", "failing", "message"), [(9, 1, "drive reported a fault"), (2, 9, "made up")]
+)
+def test_all_pieces_on_kvikios_pool_are_waited_for(
+    refused: int, failing: int, message: str
+) -> None:
+    """They use the file and the buffer until they end, whatever became of the others."""
+    script = ScriptedCuFile(refused, failing)
+    io = GdsIO()
+    read = device_read([ALLOCATIONS[0].base + at * PAGE for at in (6, 4, 2, 0)], PAGE)
+    io._cufiles[read.file] = cast("CuFile", script)
+    with pytest.raises(BlockIOError, match=message):
+        io._move_on_pool(read, pieces_of(read, allocation_of))
+    assert script.waited == script.taken == list(range(min(4, refused)))
 
 
 def test_host_memory_has_no_pieces_and_is_not_mixed() -> None:

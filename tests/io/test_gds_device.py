@@ -76,16 +76,26 @@ class Drivers:
         self._cufile.cuFileDriverClose()
 
 
+def settings() -> dict[str, Any]:
+    """What kvikio is set to."""
+    defaults = importlib.import_module("kvikio.defaults")
+    return {name: defaults.get(name) for name in SETTINGS}
+
+
+ORIGINAL_SETTINGS = settings()
+
+
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
-    """Stand-ins with GPUDirect. Pinned memory, files and registrations must be back at the end."""
+    """Stand-ins with GPUDirect. All pinned, open, registered or set must be back at the end."""
     monkeypatch.setenv("FAKE_CUFILE", "gds")
     monkeypatch.setattr(DevicePages, "memory", DeviceMemory(), raising=False)
     found = Drivers()
     yield found
     assert found.count("live host") == 0
-    for name in ("live files", "live registrations", "open"):
+    for name in ("live files", "live registrations", "early closes", "open"):
         assert found.cufile(name) == 0, name
+    assert settings() == ORIGINAL_SETTINGS
 
 
 def compatible(threads: int = 1) -> GdsIO:
@@ -94,11 +104,6 @@ def compatible(threads: int = 1) -> GdsIO:
 
 def gpudirect(threads: int = 1) -> GdsIO:
     return GdsIO(threads, why_not=lambda directory: [])
-
-
-def settings() -> dict[str, Any]:
-    defaults = importlib.import_module("kvikio.defaults")
-    return {name: defaults.get(name) for name in SETTINGS}
 
 
 @pytest.fixture(params=[compatible, gpudirect])
@@ -130,15 +135,17 @@ async def test_one_of_many_pieces_fails_and_the_rest_have_ended(
     io = compatible()
     await io.start(tmp_path)
     file = await io.create_file(tmp_path / "file", 8 * PAGE)
-    pages, other = DevicePages(8), DevicePages(1)
-    scattered = device_transfer(Operation.READ, file, pages, ignore)
-    scattered.addresses = pages.addresses[::-1].copy()
+    scattered, other = (
+        device_transfer(Operation.READ, file, DevicePages(count), ignore) for count in (8, 2)
+    )
+    for one in (scattered, other):
+        one.addresses = one.addresses[::-1].copy()
     before = drivers.count(COPY)
     drivers.fail(COPY, 2, CUDA_ERROR_LAUNCH_FAILED)
-    errors = await run(io, scattered, device_transfer(Operation.READ, file, other, ignore))
+    errors = await run(io, scattered, other)
     assert isinstance(errors[0], BlockIOError)
     assert errors[1] is None
-    assert drivers.count(COPY) == before + 8 + 1  # nothing was left running
+    assert drivers.count(COPY) == before + 8 + 2  # nothing was left running
     await io.close()
 
 
@@ -217,7 +224,6 @@ async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: P
 async def test_kvikios_settings_are_put_back_with_the_last_backend(
     drivers: Drivers, tmp_path: Path
 ) -> None:
-    before = settings()
     first, second = compatible(), gpudirect()
     await first.start(tmp_path)
     await second.start(tmp_path)
@@ -226,7 +232,7 @@ async def test_kvikios_settings_are_put_back_with_the_last_backend(
         "task_size": 4 << 20,
         "gds_threshold": 0,
         "auto_direct_io_read": True,
-        "compat_mode": before["compat_mode"],  # set only while a file is opened
+        "compat_mode": ORIGINAL_SETTINGS["compat_mode"],  # set only while a file is opened
     }
     assert first.path.startswith("compatibility path (kvikio 26.")
     assert second.path.startswith("GPUDirect Storage (kvikio 26.")
@@ -234,7 +240,7 @@ async def test_kvikios_settings_are_put_back_with_the_last_backend(
     await first.close()
     assert settings()["gds_threshold"] == 0
     await second.close()
-    assert settings() == before
+    assert settings() == ORIGINAL_SETTINGS
 
 
 async def test_memory_is_registered_once(drivers: Drivers, tmp_path: Path) -> None:
@@ -307,12 +313,11 @@ async def test_the_log_stays_out_of_the_current_directory(
 async def test_cufiles_own_compatibility_path_is_refused(
     drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = settings()
     monkeypatch.setenv("FAKE_CUFILE", "none")  # it would open if compatibility were allowed
     io = gpudirect()
     with pytest.raises(GdsUnavailable, match="cannot be opened for GPUDirect"):
         await io.start(tmp_path)
-    assert settings() == before
+    assert settings() == ORIGINAL_SETTINGS
     allowed = GdsIO(1, compatibility=Compatibility.ALLOWED, why_not=lambda directory: [])
     await allowed.start(tmp_path)
     assert not allowed.true_path

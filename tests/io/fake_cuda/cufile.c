@@ -54,7 +54,7 @@ static bool flags[32] = {[ALLOW_COMPAT_MODE] = true};
 static char log_directory[4096] = ".";
 static int open_count;
 static const void *buffers[BUFFERS];
-static long reads, writes, registrations, live_registrations, live_files, closes;
+static long reads, writes, registrations, live_registrations, live_files, early_closes;
 
 static status answer(int code) { status made = {code, 0}; return made; }
 static bool host_is(const char *what)
@@ -70,6 +70,7 @@ long fake_cufile_count(const char *name)
     if (!strcmp(name, "registrations")) return registrations;
     if (!strcmp(name, "live registrations")) return live_registrations;
     if (!strcmp(name, "live files")) return live_files;
+    if (!strcmp(name, "early closes")) return early_closes; /* with files or memory registered */
     if (!strcmp(name, "open")) return open_count;
     return -1;
 }
@@ -89,7 +90,7 @@ status cuFileDriverOpen(void)
 static status close_driver(void)
 {
     if (open_count) open_count--;
-    closes++;
+    if (live_files || live_registrations) early_closes++;
     return answer(0);
 }
 status cuFileDriverClose(void) { return close_driver(); }
