@@ -1,0 +1,1 @@
+"""The command ``hsswap bench``: figures with their machine, date and commit beside them."""
