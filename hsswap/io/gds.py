@@ -49,6 +49,7 @@ from hsswap.io.gds_kvikio import (
     acquire,
     errno_of,
     release,
+    words_of,
 )
 from hsswap.io.gds_pieces import Piece, describe, pieces_of
 from hsswap.io.gds_probe import Reason, missing_packages, why_no_gpudirect
@@ -166,10 +167,11 @@ class GdsIO(PosixIO):
         return ""
 
     def _unavailable(self, reasons: list[Reason]) -> GdsUnavailable:
-        either = ", io='gds-compat'" if self._compatibility is Compatibility.REFUSED else ""
+        refused = self._compatibility is Compatibility.REFUSED
+        name, others = ("gds", ", io='gds-compat'") if refused else ("gds-compat", "")
         return GdsUnavailable(
-            f"io='gds' cannot work here: {'; '.join(map(str, reasons))}. Otherwise choose "
-            f"io='auto', io='posix'{either}"
+            f"io='{name}' cannot work here: {'; '.join(map(str, reasons))}. Otherwise choose "
+            f"io='auto', io='posix'{others}"
         )
 
     def _create(self, path: Path, nbytes: int) -> IOFile:
@@ -352,4 +354,6 @@ def _failure(error: Exception, what: str) -> BlockIOError:
     number = errno_of(error)
     if number:
         return io_error(number, what)
-    return BlockIOError(f"{what} failed: {error}; check the drive, the driver and cufile.log")
+    return BlockIOError(
+        f"{what} failed: {words_of(error)}; check the drive, the driver and cufile.log"
+    )

@@ -17,9 +17,11 @@ import errno
 import importlib
 import importlib.util
 import os
+import re
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +38,13 @@ TASK_BYTES = 4 << 20
 """Longer spans are split. kvikio's default, named so that the environment cannot change it: the
 last task of a split span waits inside the pool and so takes a thread from the others."""
 
-# cufile.h: CUFileBoolConfigParameter_t, CUFileStringConfigParameter_t
+# cufile.h: CUFileBoolConfigParameter_t
 ALLOW_COMPAT_MODE = 1
 FORCE_COMPAT_MODE = 2
-LOG_DIR = 2
+
+LOG_VARIABLE = "CUFILE_LOGFILE_PATH"
+"""Where cuFile logs to; without it, into the current directory. (Its parameters for that are
+accepted and have no effect, seen with 1.20.)"""
 
 
 KVIKIO_ERRORS = (OSError, RuntimeError, ValueError)
@@ -55,6 +60,11 @@ def errno_of(error: Exception) -> int:
         if text.endswith(f": {os.strerror(number)}"):
             return number
     return 0
+
+
+def words_of(error: Exception) -> str:
+    """What an error of kvikio says, without the place in its source."""
+    return re.sub(r"^\w+ \w+ at: \S+:\d+: ", "", str(error)) or repr(error)
 
 
 class DeviceBuffer:
@@ -106,6 +116,7 @@ class _Process:
         self.true_holders = 0
         self.before: dict[str, Any] = {}
         self.allowed_compat = True
+        self.log: tempfile.TemporaryDirectory[str] | None = None
 
 
 _process = _Process()
@@ -257,25 +268,24 @@ def _set_flag(cufile: Any, which: int, value: bool) -> None:
 def _open_cufile(kvikio: Any) -> bool:
     """Open cuFile's driver so that it cannot go through host memory; what it allowed before.
 
-    With compatibility allowed, its default, cuFile takes any file and bounces through host memory
-    while kvikio reports GPUDirect. The log goes to the temporary folder unless the environment says
-    where: the default is the current directory.
+    With compatibility allowed, as cufile.json usually does, cuFile takes any file and bounces
+    through host memory while kvikio reports GPUDirect.
     """
     cufile = find_cufile()
     if cufile is None:
         raise GdsUnavailable(f"{CUFILE_LIBRARY} cannot be loaded; {INSTALL}")
     allowed = bool(_flag(cufile, ALLOW_COMPAT_MODE))
-    if not {"CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"} & os.environ.keys():
-        place = ctypes.c_char_p(os.fsencode(tempfile.gettempdir()))
-        _cufile_call(cufile, "cuFileSetParameterString", ctypes.c_int(LOG_DIR), place)
     _set_flag(cufile, ALLOW_COMPAT_MODE, False)
     try:
-        kvikio.cufile_driver.driver_open()
+        with _log_elsewhere():
+            kvikio.cufile_driver.driver_open()
     except RuntimeError as error:
+        said = _last_error_logged()
         _set_flag(cufile, ALLOW_COMPAT_MODE, allowed)
+        _drop_log()
         raise GdsUnavailable(
-            f"cuFile cannot be opened for GPUDirect: {error}; load nvidia-fs, or enable PCI "
-            "peer-to-peer in cufile.json, and look into its log"
+            f"cuFile cannot be opened for GPUDirect: {words_of(error)}{said}; load nvidia-fs, or enable PCI "
+            f"peer-to-peer in cufile.json; set {LOG_VARIABLE} to keep its log"
         ) from error
     if _flag(cufile, ALLOW_COMPAT_MODE) is not False or _flag(cufile, FORCE_COMPAT_MODE):
         _close_cufile(kvikio, allowed)
@@ -291,3 +301,35 @@ def _close_cufile(kvikio: Any, allowed: bool) -> None:
     """Close what :func:`_open_cufile` opened. At exit would be too late: cuFile crashes there."""
     kvikio.cufile_driver.driver_close()
     _set_flag(find_cufile(), ALLOW_COMPAT_MODE, allowed)
+    _drop_log()
+
+
+@contextmanager
+def _log_elsewhere() -> Iterator[None]:
+    """Let cuFile, opened meanwhile, log into a folder of ours, unless the caller said where."""
+    if {LOG_VARIABLE, "CUFILE_ENV_PATH_JSON"} & os.environ.keys():
+        yield
+        return
+    _process.log = tempfile.TemporaryDirectory(prefix="hsswap-cufile-")
+    os.environ[LOG_VARIABLE] = f"{_process.log.name}/cufile.log"
+    try:
+        yield
+    finally:
+        del os.environ[LOG_VARIABLE]
+
+
+def _last_error_logged() -> str:
+    """The last error in the log, as the end of a sentence; empty when there is none."""
+    if _process.log is not None:
+        with suppress(OSError):
+            text = Path(_process.log.name, "cufile.log").read_text(errors="replace")
+            errors = [line for line in text.splitlines() if " ERROR " in line]
+            if errors:
+                return f" (its log says: {errors[-1].partition(' ERROR ')[2].strip()})"
+    return ""
+
+
+def _drop_log() -> None:
+    log, _process.log = _process.log, None
+    if log is not None:
+        log.cleanup()

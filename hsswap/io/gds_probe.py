@@ -3,7 +3,7 @@
 First what can be looked up. Then, because only a transfer shows it, and because cuFile was seen to
 end the process in containers, clouds and WSL, one transfer in a child process:
 
-    python -m hsswap.io.gds_probe DIRECTORY      prints one JSON object: {"reason": null or text}
+    {"reason": null, or text}                 the one line that the child prints
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from hsswap.io.gds_kvikio import (
 CHILD_LIMIT_S = 60.0
 """Opening cuFile takes a second or two; on a host with many GPUs and drives up to ten."""
 PROBE_BYTES = 1 << 16
+CHILD = "from hsswap.io.gds_probe import main; main()"
 P2PDMA_KERNEL = (6, 2)
 """Linux from which cuFile can do without nvidia-fs (PCI peer-to-peer, CUDA 12.8)."""
 
@@ -126,16 +127,13 @@ def why_no_gpudirect(directory: Path) -> list[Reason]:
 
 
 def _ask_child(directory: Path) -> list[Reason]:
-    remedy = "run gdscheck -p, and see cufile.log"
+    remedy = "run gdscheck -p"
     with tempfile.TemporaryDirectory(prefix="hsswap-gds-") as scratch:
-        environment = {
-            "CUFILE_LOGFILE_PATH": f"{scratch}/cufile.log",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        search = os.pathsep.join(filter(None, sys.path))
+        environment = os.environ | {"PYTHONPATH": search, "TMPDIR": scratch}
         try:
             child = subprocess.run(
-                [sys.executable, "-m", __name__, str(directory.resolve())],
+                [sys.executable, "-c", CHILD, str(directory.resolve())],
                 cwd=scratch,
                 env=environment,
                 capture_output=True,
@@ -204,5 +202,6 @@ def _write_and_read(directory: Path, driver: CudaDriver, library: Kvikio) -> str
     return None if np.array_equal(sent, received) else "other bytes came back than were written"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The child: try it in the directory that the command line names."""
     print(json.dumps({"reason": try_transfer(Path(sys.argv[1]))}))

@@ -23,7 +23,7 @@ from hsswap.io import open_backend
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import Allocation
-from hsswap.io.gds_kvikio import CuFile, DeviceBuffer, errno_of
+from hsswap.io.gds_kvikio import CuFile, DeviceBuffer, errno_of, words_of
 from hsswap.io.gds_pieces import pieces_of
 from hsswap.io.gds_probe import missing_for_gpudirect
 from tests.conftest import missing_for_gpu
@@ -121,6 +121,18 @@ def test_tmpfs_is_no_place_for_gpudirect() -> None:
 )
 def test_the_systems_number_behind_an_error_of_kvikio(error: Exception, number: int) -> None:
     assert errno_of(error) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("KvikIO failure at: /a/b.hpp:168: POSIX error on pread: EOF", "POSIX error on pread: EOF"),
+        ("CUDA error at: /a/b.cpp:9: CUDA_ERROR_X(y)", "CUDA_ERROR_X(y)"),
+        ("as it is", "as it is"),
+    ],
+)
+def test_what_an_error_of_kvikio_says(text: str, words: str) -> None:
+    assert words_of(RuntimeError(text)) == words
 
 
 def device_read(addresses: list[int], span_bytes: int) -> Transfer:

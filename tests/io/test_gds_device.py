@@ -299,15 +299,30 @@ async def test_a_store_on_gds(drivers: Drivers, tmp_path: Path) -> None:
 # GPUDirect told from the two compatibility paths.
 
 
-async def test_the_log_stays_out_of_the_current_directory(
+async def test_the_log_stays_out_of_the_current_directory_and_is_removed(
     drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
+    current, scratch = tmp_path / "current", tmp_path / "scratch"
+    current.mkdir()
+    scratch.mkdir()
+    monkeypatch.chdir(current)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
+        monkeypatch.delenv(name, raising=False)
     io = gpudirect()
-    await io.start(tmp_path)
+    await io.start(current)
+    assert [path.name for path in scratch.glob("*/*")] == ["cufile.log"]
     await io.close()
-    assert os.listdir(tmp_path) == []
+    monkeypatch.setenv("FAKE_CUFILE", "none")
+    with pytest.raises(GdsUnavailable, match=r"\(its log says: stand-in:1 made up\)"):
+        await gpudirect().start(current)
+    monkeypatch.setenv("FAKE_CUFILE", "gds")
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(tmp_path / "mine"))
+    mine = gpudirect()
+    await mine.start(current)
+    await mine.close()
+    assert (tmp_path / "mine").exists()
+    assert os.listdir(current) == os.listdir(scratch) == []
 
 
 async def test_cufiles_own_compatibility_path_is_refused(

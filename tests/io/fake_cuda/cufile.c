@@ -4,8 +4,8 @@
  *   "gds"    the true path works
  *   "none"   opening works only while compatibility is allowed (as without nvidia-fs)
  *   "abort"  opening ends the process (as seen in containers and virtual machines)
- * As the real library does, it allows compatibility unless told otherwise, and writes a cufile.log
- * into the current directory unless told where.
+ * It allows compatibility unless told otherwise, as the usual cufile.json does, and writes a
+ * cufile.log into the current directory unless CUFILE_LOGFILE_PATH says where.
  *
  * For tests: fake_cufile_count(name).
  *
@@ -31,7 +31,6 @@
 #define NVFS_SETUP_ERROR (BASE + 33)
 
 #define ALLOW_COMPAT_MODE 1
-#define LOG_DIR 2
 #define BUFFERS 64
 
 typedef struct { int err; int cu_err; } status;
@@ -51,7 +50,6 @@ int fake_cuda_is_device(uintptr_t address);
 int cuCtxGetCurrent(void **context);
 
 static bool flags[32] = {[ALLOW_COMPAT_MODE] = true};
-static char log_directory[4096] = ".";
 static int open_count;
 static const void *buffers[BUFFERS];
 static long reads, writes, registrations, live_registrations, live_files, early_closes;
@@ -77,12 +75,11 @@ long fake_cufile_count(const char *name)
 
 status cuFileDriverOpen(void)
 {
-    char path[4200];
+    const char *path = getenv("CUFILE_LOGFILE_PATH");
     if (open_count) { open_count++; return answer(0); }
     if (host_is("abort")) abort();
-    snprintf(path, sizeof path, "%s/cufile.log", log_directory);
-    FILE *log = fopen(path, "a");
-    if (log) fclose(log);
+    FILE *log = fopen(path ? path : "cufile.log", "a");
+    if (log) fputs(" 30-11-2026 [pid=1] ERROR  stand-in:1 made up\n", log), fclose(log);
     if (!host_is("gds") && !flags[ALLOW_COMPAT_MODE]) return answer(NVFS_SETUP_ERROR);
     open_count = 1;
     return answer(0);
@@ -118,12 +115,6 @@ status cuFileSetParameterBool(int which, bool value)
     if (open_count) return answer(DRIVER_ALREADY_OPEN);
     if (which < 0 || which >= 32) return answer(INVALID_VALUE);
     flags[which] = value;
-    return answer(0);
-}
-status cuFileSetParameterString(int which, const char *value)
-{
-    if (open_count) return answer(DRIVER_ALREADY_OPEN);
-    if (which == LOG_DIR) snprintf(log_directory, sizeof log_directory, "%s", value);
     return answer(0);
 }
 
