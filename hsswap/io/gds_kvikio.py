@@ -284,8 +284,8 @@ def _open_cufile(kvikio: Any) -> bool:
         _set_flag(cufile, ALLOW_COMPAT_MODE, allowed)
         _drop_log()
         raise GdsUnavailable(
-            f"cuFile cannot be opened for GPUDirect: {words_of(error)}{said}; load nvidia-fs, or enable PCI "
-            f"peer-to-peer in cufile.json; set {LOG_VARIABLE} to keep its log"
+            f"cuFile cannot be opened for GPUDirect: {words_of(error)}{said}; load nvidia-fs, or "
+            f"enable PCI peer-to-peer in cufile.json; set {LOG_VARIABLE} to keep its log"
         ) from error
     if _flag(cufile, ALLOW_COMPAT_MODE) is not False or _flag(cufile, FORCE_COMPAT_MODE):
         _close_cufile(kvikio, allowed)
