@@ -23,7 +23,7 @@ from hsswap.io import open_backend
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import Allocation
-from hsswap.io.gds_kvikio import CuFile, DeviceBuffer, errno_of, words_of
+from hsswap.io.gds_kvikio import CuFile, DeviceBuffer, acquire, errno_of, words_of
 from hsswap.io.gds_pieces import pieces_of
 from hsswap.io.gds_probe import missing_for_gpudirect
 from tests.conftest import missing_for_gpu
@@ -84,6 +84,12 @@ async def test_without_a_driver_it_says_so(name: str, tmp_path: Path) -> None:
         await io.start(tmp_path)
     assert list(tmp_path.iterdir()) == []
     await io.close()
+
+
+def test_a_broken_kvikio_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)  # importing it raises then
+    with pytest.raises(ConfigError, match=r"kvikio cannot be imported \(.+\); pip install"):
+        acquire(true_path=False)
 
 
 async def test_it_needs_a_directory() -> None:

@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hsswap.io import BlockStore, open_backend
 from hsswap.io.base import Operation
 from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import GdsUnavailable
+from hsswap.io.gds_kvikio import Kvikio
 from hsswap.io.gds_probe import Reason, why_no_gpudirect
 from tests.io.gds_support import (
     DeviceMemory,
@@ -282,6 +284,40 @@ async def test_a_read_goes_on_when_its_waiter_is_cancelled(backend: GdsIO, tmp_p
         await waiter
     await backend.close()
     assert np.array_equal(target.spans[::-1], source.spans)
+
+
+async def test_no_call_of_kvikio_on_the_loops_thread(
+    backend: GdsIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, set[int]] = {}
+
+    def note(target: type, name: str) -> None:
+        original = getattr(target, name)
+
+        def noting(self: Any, *arguments: Any) -> Any:
+            called.setdefault(name, set()).add(threading.get_ident())
+            return original(self, *arguments)
+
+        monkeypatch.setattr(target, name, noting)
+
+    cufile = importlib.import_module("kvikio").CuFile
+    for name in ("raw_read", "raw_write", "pread", "pwrite", "close"):
+        note(cufile, name)
+    for name in ("open", "register", "unregister"):
+        note(Kvikio, name)
+    await backend.start(tmp_path)
+    files = [await backend.create_file(tmp_path / name, 4 * PAGE) for name in "ab"]
+    pages, scattered = DevicePages(4), DevicePages(4)
+    scattered.addresses = scattered.addresses[::-1].copy()
+    await backend.register_memory(pages.base)
+    for operation in Operation:
+        batch = [device_transfer(operation, files[0], one, ignore) for one in (pages, scattered)]
+        assert await run(backend, *batch) == [None, None]
+    await backend.remove_file(files[0])
+    await backend.close()
+    expected = {"open", "register", "unregister", "raw_read", "raw_write", "close"}
+    assert called.keys() == expected | (set() if backend.true_path else {"pread", "pwrite"})
+    assert threading.get_ident() not in set().union(*called.values())
 
 
 async def test_a_store_on_gds(drivers: Drivers, tmp_path: Path) -> None:
