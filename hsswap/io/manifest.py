@@ -79,26 +79,30 @@ class Manifest:
         return text + b" " * (-(len(text) + 1) % DISK_ALIGNMENT) + b"\n"
 
     @classmethod
-    def from_bytes(cls, content: bytes, place: str) -> Manifest | None:
-        """The manifest in a file, or None if the file was made and not written.
+    def from_bytes(cls, content: bytes, place: str, *, alone: bool) -> Manifest | None:
+        """The manifest in a file, or None if the file was made and not written in full.
 
-        Raises ConfigError for a damaged one, and for one of another format version.
+        ``alone``: no other file of a store is there, so that a damaged one is one that was not
+        written in full. Raises ConfigError for a damaged one, and for another format version.
         """
         if not content.strip(b"\0"):
             return None
+        damaged = ConfigError(f"{place} is damaged; restore it or remove the store")
         try:
             fields: dict[str, Any] = json.loads(content)
             expected = fields.pop("crc32")
             version = fields["version"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{place} is damaged; restore it or remove the store") from error
+            if alone:
+                return None
+            raise damaged from error
         if version != FORMAT_VERSION:
             raise ConfigError(
                 f"{place} has format version {version}, this hsswap reads {FORMAT_VERSION}; use "
                 "another directory, or the hsswap that made it"
             )
         if crc32(_text(fields)) != expected:
-            raise ConfigError(f"{place} is damaged; restore it or remove the store")
+            raise damaged
         dims = fields.pop("dims")
         groups = tuple(LayerGroup(**group) for group in dims["groups"])
         fields["directories"] = tuple(fields["directories"])

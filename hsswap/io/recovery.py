@@ -162,7 +162,8 @@ async def _read_manifest(io: BlockIO, place: Path, sizes: dict[str, int]) -> Man
     pages = Pages(nbytes)
     file = await io.open_file(path, nbytes)
     await move(io, Operation.READ, file, 0, pages.content)
-    return Manifest.from_bytes(pages.content.tobytes(), str(path))
+    alone = RECORDS_NAME not in sizes and not any(map(SEGMENT_NAME.fullmatch, sizes))
+    return Manifest.from_bytes(pages.content.tobytes(), str(path), alone=alone)
 
 
 async def _write_manifest(
