@@ -198,11 +198,13 @@ def release(library: Kvikio) -> None:
     """Put back, with the last one, the settings that were found, pinned memory and cuFile."""
     kvikio = library._module
     with _process.lock:
-        if library.true_path:
-            _process.true_holders -= 1
-            if _process.true_holders == 0:
-                _close_cufile(kvikio, _process.allowed_compat)
-        _let_go(kvikio)
+        try:
+            if library.true_path:
+                _process.true_holders -= 1
+                if _process.true_holders == 0:
+                    _close_cufile(kvikio, _process.allowed_compat)
+        finally:
+            _let_go(kvikio)
 
 
 def _let_go(kvikio: Any) -> None:
