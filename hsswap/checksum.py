@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import starmap
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
@@ -25,6 +26,12 @@ def crc32_of_blocks(
     return np.fromiter(crc32_each(blocks, seeds), np.uint32)
 
 
+def crc32(block: Any, seed: int) -> int:
+    """:func:`crc32_of_blocks` of one block."""
+    value: int = isal_zlib.crc32(block, seed)
+    return value
+
+
 def crc32_each(
     blocks: Iterable[memoryview | NDArray[np.uint8]], seeds: Iterable[int]
 ) -> Iterator[int]:
@@ -34,6 +41,8 @@ def crc32_each(
 
 _FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 _BITS = (1 << 64) - 1
+_ARRAY_FACTORS = tuple(np.uint64(factor) for factor in _FACTORS)
+_SHIFT = np.uint64(33)
 
 
 def identity_seeds(
@@ -47,12 +56,10 @@ def identity_seeds(
         number = int(indices[0]) * _FACTORS[0] + int(generations[0]) * _FACTORS[1] + layer & _BITS
         number = (number ^ number >> 33) * _FACTORS[2] & _BITS
         return np.array([(number ^ number >> 33) & 0xFFFFFFFF], np.uint32)
-    mixed = (
-        indices.astype(np.uint64) * np.uint64(_FACTORS[0])
-        + generations.astype(np.uint64) * np.uint64(_FACTORS[1])
-        + np.uint64(layer)
-    )
-    mixed ^= mixed >> np.uint64(33)
-    mixed *= np.uint64(_FACTORS[2])
-    mixed ^= mixed >> np.uint64(33)
-    return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    mixed = indices.view(np.uint64) * _ARRAY_FACTORS[0]
+    mixed += generations.view(np.uint64) * _ARRAY_FACTORS[1]
+    mixed += np.uint64(layer)
+    mixed ^= mixed >> _SHIFT
+    mixed *= _ARRAY_FACTORS[2]
+    mixed ^= mixed >> _SHIFT
+    return mixed.astype(np.uint32)  # the low half

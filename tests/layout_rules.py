@@ -43,6 +43,7 @@ COMMANDS = (
     "doctor_probes",
     "doctor_selftest",
     "engine",
+    "fsck",
     "generate",
     "generate_args",
     "integrations",
@@ -74,7 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 
 # Packages that only the rooms named may import, so that a host without them runs all the rest.
-ONLY_IN = {"kvikio": ("io.gds_kvikio",), "cuda": ("driver",)}
+ONLY_IN = {"kvikio": ("io.gds_kvikio", "bench.io_kvikio"), "cuda": ("driver",)}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -127,7 +127,7 @@ async def transfer(
 class StoreArm:
     """Random blocks through ``BlockStore.read`` or ``write``, always ``depth`` of them in flight.
 
-    What ends together is asked for again in one call.
+    As many as came in one turn of the loop are asked for again in one call, as a scheduler does.
     """
 
     def __init__(self, filled: FilledStore, operation: Operation, depth: int) -> None:
@@ -145,6 +145,7 @@ class StoreArm:
         self._rng = np.random.default_rng(2)
         self._operations = self._in_flight = 0
         self._deadline = 0.0
+        self._idle: list[NDArray[np.int64]] = []
         self._end: asyncio.Future[None] | None = None
 
     async def slice(self, seconds: float) -> Slice:
@@ -180,10 +181,19 @@ class StoreArm:
         self._operations += len(positions)
         if error is not None and not self._end.done():
             self._end.set_exception(error)
-        elif time.perf_counter() < self._deadline:
-            self._ask(slots[positions])
+        if not self._idle:
+            asyncio.get_running_loop().call_soon(self._refill)
+        self._idle.append(slots[positions])
+
+    def _refill(self) -> None:
+        """Ask again for as many blocks as have come."""
+        assert self._end is not None
+        slots = np.concatenate(self._idle)
+        self._idle.clear()
+        if time.perf_counter() < self._deadline:
+            self._ask(slots)
         else:
-            self._in_flight -= len(positions)
+            self._in_flight -= len(slots)
             if self._in_flight == 0 and not self._end.done():
                 self._end.set_result(None)
 

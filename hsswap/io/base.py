@@ -151,7 +151,7 @@ def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
     if batch:
         joined = np.concatenate([transfer.addresses for transfer in batch])
         bits |= int(np.bitwise_or.reduce(joined))
-        if bits & (alignment - 1) or not joined.all():
+        if bits & (alignment - 1) or not np.minimum.reduce(joined):
             for transfer in batch:
                 transfer.check(alignment)
 

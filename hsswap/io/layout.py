@@ -63,6 +63,11 @@ class SegmentLayout:
         """Where a block begins in the file of its segment, in bytes."""
         return self.layer_offsets[layer] + index % SEGMENT_IDS * self.block_bytes[layer]
 
+    def offsets(self, layer: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """:meth:`offset` of many blocks of a layer."""
+        places: NDArray[np.int64] = indices % SEGMENT_IDS * self.block_bytes[layer]
+        return places + self.layer_offsets[layer]
+
 
 def segment_of(index: int) -> int:
     """The segment a block index belongs to."""
@@ -85,6 +90,9 @@ class Runs(NamedTuple):
     bounds: NDArray[np.int64]
 
 
+_BEGIN = np.zeros(1, np.int64)
+
+
 def plan_runs(
     indices: NDArray[np.int64],
     block_bytes: int,
@@ -104,17 +112,17 @@ def plan_runs(
         return Runs(np.zeros(1, np.int64), np.array([0, 1]))
     longest = max(1, min(max_run_bytes // block_bytes, max_spans))
     steps = indices[1:] - indices[:-1]  # np.diff costs three times as much for short arrays
-    if steps.min() > 0:
+    if np.minimum.reduce(steps) > 0:
         order, ordered = np.arange(count), indices
     else:
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         steps = ordered[1:] - ordered[:-1]
     breaks = (steps != 1) | (ordered[1:] % SEGMENT_IDS == 0)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    bounds = np.append(starts, count)
+    starts = np.concatenate((_BEGIN, breaks.nonzero()[0] + 1))
+    bounds = np.concatenate((starts, np.array([count])))
     lengths = bounds[1:] - starts
-    if lengths.max() <= longest:
+    if np.maximum.reduce(lengths) <= longest:
         return Runs(order, bounds)
     pieces = -(-lengths // longest)
     # Piece p of a stretch of n blocks in m pieces begins at its block p * n // m, rounded up.

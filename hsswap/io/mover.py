@@ -91,7 +91,7 @@ class RunMover:
     ) -> NDArray[np.bool_]:
         """Which blocks have no content of their generation, and none on the way."""
         unknown: NDArray[np.bool_] = self._contents.written[layer, indices] != generations
-        if unknown.any():
+        if np.logical_or.reduce(unknown):
             # What is being written now is judged when that is done.
             unknown &= ~self._order.unsettled(layer, indices)
         return unknown

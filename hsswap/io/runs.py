@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.checksum import crc32_each, crc32_of_blocks
+from hsswap.checksum import crc32, crc32_each, crc32_of_blocks
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.ids import id_of
-from hsswap.io.views import block_views
+from hsswap.io.views import block_view, block_views
 
 OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
 """``on_done(positions, error)`` of a read or a write."""
@@ -107,11 +107,13 @@ def fill_checksums(run: BlockRun) -> None:
 
 def compare_checksums(run: BlockRun) -> None:
     """The verify hook: find the blocks that came back as others than were written."""
-    views = block_views(run.addresses, run.span_bytes)
-    expected = run.crcs.tolist()
-    # Lists, because most runs are too short for arrays to pay.
-    found = list(crc32_each(views, run.seeds.tolist()))
-    if found != expected:
+    if len(run.positions) == 1:  # a quarter of the cost; random reads are full of them
+        found = [crc32(block_view(run.addresses.item(), run.span_bytes), run.seeds.item())]
+    else:
+        # Lists, because most runs are too short for arrays to pay.
+        views = block_views(run.addresses, run.span_bytes)
+        found = list(crc32_each(views, run.seeds.tolist()))
+    if found != run.crcs.tolist():
         run.bad = np.array(found, np.uint32) != run.crcs
 
 
@@ -167,7 +169,7 @@ class BlockOrder:
     def admit_reads(self, layer: int, indices: NDArray[np.int64]) -> bool:
         """:meth:`admit` for all reads of a call at once. False: some must wait; admit each."""
         holders = self._holders[layer]
-        if self._waiting or holders[indices].min() < 0:
+        if self._waiting or np.minimum.reduce(holders[indices]) < 0:
             return False
         np.add.at(holders, indices, _ONE)
         return True

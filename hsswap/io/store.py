@@ -361,8 +361,9 @@ class BlockStore(SeedIds):
 
     def _begin(self, call: Call, unknown: NDArray[np.bool_]) -> None:
         """Hand over runs of the known blocks, and report the others."""
-        positions = np.arange(len(call.indices))
-        if unknown.any():
+        positions = None
+        if np.logical_or.reduce(unknown):
+            positions = np.arange(len(call.indices))
             writing = call.operation is Operation.WRITE
             refused = positions[unknown]
             self._mover.refuse(call.layer, call.indices, refused, call.on_done, writing=writing)

@@ -47,13 +47,12 @@ class DriveQueue:
     def add(self, transfers: list[Transfer], direct: bool) -> None:
         """Put transfers into the ring, for :meth:`submit`."""
         mode = 0 if direct else ASYNC
-        free, missing, records = self._free, self._missing, self._transfers
         rows, pieces, spans = [], [], []
         for transfer in transfers:
-            number = free.pop()
-            records[number] = transfer
+            number = self._free.pop()
+            self._transfers[number] = transfer
             addresses, span_bytes = transfer.addresses, transfer.span_bytes
-            missing[number] = len(addresses) * span_bytes
+            self._missing[number] = len(addresses) * span_bytes
             if len(addresses) > IOV_MAX:
                 addresses = addresses[:IOV_MAX]
             pieces.append(addresses)
@@ -131,10 +130,11 @@ class DriveQueue:
     def _push(self, rows: list[tuple[int, ...]], iovecs: NDArray[np.uint64]) -> None:
         """Finish entries, whose iovecs follow each other, and put them into the ring at once."""
         entries = np.array(rows, np.uint64)
-        ends = np.cumsum(entries[:, 3])
-        entries[:, 2] = np.uint64(iovecs.ctypes.data) + np.uint64(16) * (ends - entries[:, 3])
+        ends = np.add.accumulate(entries[:, 3])
+        table: int = iovecs.__array_interface__["data"][0]
+        entries[:, 2] = (ends - entries[:, 3]) * np.uint64(16) + np.uint64(table)
         self._iovecs.append(iovecs)
-        self._pushed.extend(row[4] for row in rows)
+        self._pushed += [row[4] for row in rows]
         self.ring.push(entries)
 
 
