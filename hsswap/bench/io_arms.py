@@ -54,9 +54,12 @@ class Memory:
     """Page-aligned blocks, on huge pages where allowed."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
-        whole = mmap.mmap(-1, count * block_bytes)
+        # Private: shared memory has no huge pages by default, and then each block is a list of
+        # 4 KiB pieces to the drive (seen: 1.2 GB/s in place of 3.0, twice the processor time).
+        nbytes = max(2 << 20, count * block_bytes)
+        whole = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole.madvise(mmap.MADV_HUGEPAGE)
-        self.blocks = np.frombuffer(whole, np.uint8).reshape(count, block_bytes)
+        self.blocks = np.frombuffer(whole, np.uint8, count * block_bytes).reshape(count, -1)
         self.blocks[:] = 1
         begins = np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
         self.addresses = np.uint64(self.blocks.ctypes.data) + begins

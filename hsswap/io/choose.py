@@ -128,7 +128,13 @@ class _Memory:
     """What is read into, as spans."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        # As the host tier has it: private, on a huge page where allowed.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(nbytes, 2 << 20), flags=flags)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._bytes[:] = 0
         begins = np.arange(0, nbytes, SPAN_BYTES, dtype=np.uint64)
         self.addresses = np.uint64(self._bytes.ctypes.data) + begins
 

@@ -47,8 +47,10 @@ BYTES_IN_FLIGHT = (8 << 20, 2 << 20, 1 << 20)
 waits for what the drive was given before it, so that is kept to what a fast drive needs (7 GB/s at
 100 us: 0.7 MB). The first also bounds one submission: 256 KiB take the kernel 14 us."""
 INLINE_BYTES = 1 << 20
-"""Checksummed on the loop's thread in one turn at most; the rest goes to a thread, as do hooks that
-are not ``quick``."""
+"""Quick hooks run on the loop's thread, on so many bytes in one turn at most (0.1 ms); the rest
+waits for the next turn, after whatever else the loop has to do. A thread for them costs more than
+it takes away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer
+transfers, and hooks that are not ``quick``, do go to a thread."""
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -81,6 +83,8 @@ class UringIO(BlockIO):
         self._started = 0
         self._started_bytes = [0 for _ in Priority]
         self._ended: deque[tuple[Transfer, HsswapError | None, int]] = deque()
+        self._moved: deque[tuple[Transfer, HsswapError | None]] = deque()
+        self._turn_due = False
         self._in_turn = False  # what is submitted meanwhile starts at its end
         self._inline_bytes = 0
         self._retries = 0
@@ -218,27 +222,18 @@ class UringIO(BlockIO):
         if not self._in_turn:
             self._start_waiting()
             if self._ended:  # a deadline had passed, or a hook failed: told later
-                assert self._loop is not None
-                self._loop.call_soon(self._turn)
+                self._turn_soon()
 
     def _turn(self) -> None:
         """Reap, run hooks, start what waits, tell. Called by the loop, on the ring's event too."""
-        if self._queue is None or self._hooks is None:
-            return
+        if self._queue is None or self._hooks is None or self._queue.ring.is_closed:
+            return  # a turn that was due when closing ended
         self._in_turn = True
+        self._turn_due = False
         self._inline_bytes = 0
         try:
-            long: list[Transfer] = []
-            for transfer, error in self._queue.reap():
-                nbytes = transfer.nbytes
-                if error is not None or transfer.operation is Operation.WRITE:
-                    self._end(transfer, error, nbytes)
-                elif transfer.verify is None or self._may_run_inline(transfer, nbytes):
-                    self._end(transfer, run_hook(transfer), nbytes)
-                else:
-                    long.append(transfer)
-            if long:
-                self._hooks.push(long)
+            self._moved.extend(self._queue.reap())
+            self._verify_moved()
             prepared = []
             for transfer, error in self._hooks.take():
                 if error is not None or transfer.operation is Operation.READ:
@@ -250,19 +245,43 @@ class UringIO(BlockIO):
             self._start_waiting()
         finally:
             self._in_turn = False
-            self._inline_bytes = 0
-            if self._ended and self._loop is not None:
-                # A hook failed just now, or KeyboardInterrupt came through an on_done.
-                self._loop.call_soon(self._turn)
+            if self._ended or self._moved:
+                # Bytes enough for this turn, or a hook that failed just now, or KeyboardInterrupt
+                # that came through an on_done.
+                self._turn_soon()
             if self._drained and not self._drained.done() and not self._in_flight:
                 self._drained.set_result(None)
 
-    def _may_run_inline(self, transfer: Transfer, nbytes: int) -> bool:
-        """Whether the hook may run here and now; counts its bytes then."""
-        if not transfer.quick or self._inline_bytes + nbytes > INLINE_BYTES:
-            return False
-        self._inline_bytes += nbytes
-        return True
+    def _turn_soon(self) -> None:
+        assert self._loop is not None
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _verify_moved(self) -> None:
+        """Run the hooks of what the drive is done with, as many as this turn may."""
+        assert self._hooks is not None
+        moved, long = self._moved, []
+        while moved:
+            transfer, error = moved[0]
+            nbytes = transfer.nbytes
+            if (
+                error is None
+                and transfer.verify is not None
+                and transfer.operation is Operation.READ
+            ):
+                if not transfer.quick or nbytes > INLINE_BYTES:
+                    long.append(transfer)
+                    moved.popleft()
+                    continue
+                if self._inline_bytes + nbytes > INLINE_BYTES:
+                    break
+                self._inline_bytes += nbytes
+                error = run_hook(transfer)
+            moved.popleft()
+            self._end(transfer, error, nbytes)
+        if long:
+            self._hooks.push(long)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
         """Start what waits, best priority first, and give the drive what is ready for it."""
@@ -275,20 +294,25 @@ class UringIO(BlockIO):
                 priority, nbytes = transfer.priority, transfer.nbytes
                 if not self._fits(priority, nbytes):
                     break
+                hook = transfer.prepare is not None and transfer.operation is Operation.WRITE
+                inline = hook and transfer.quick and nbytes <= INLINE_BYTES
+                if inline and self._inline_bytes + nbytes > INLINE_BYTES:
+                    self._turn_soon()
+                    break
                 queue.popleft()
                 self._started += 1
                 self._started_bytes[priority] += nbytes
                 if transfer.deadline is not None and time.monotonic() > transfer.deadline:
                     what = f"{transfer.operation.value} of {transfer.file.path}"
                     self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
-                elif transfer.operation is Operation.READ or transfer.prepare is None:
-                    ready.append(transfer)
-                elif not self._may_run_inline(transfer, nbytes):
+                elif hook and not inline:
                     long.append(transfer)
-                elif error := run_hook(transfer):
-                    self._end(transfer, error, nbytes)
                 else:
-                    ready.append(transfer)
+                    self._inline_bytes += nbytes if inline else 0
+                    if inline and (error := run_hook(transfer)):
+                        self._end(transfer, error, nbytes)
+                    else:
+                        ready.append(transfer)
             if queue:
                 break  # nothing of a lower priority overtakes
         if long:

@@ -142,6 +142,11 @@ class Ring:
         return bool(answer[16 + 8 * opcode + 2] & 1)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether everything was given back."""
+        return self._ring < 0
+
+    @property
     def pending(self) -> int:
         """Entries pushed and not taken by the kernel."""
         return self._pending
