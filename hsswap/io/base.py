@@ -181,6 +181,7 @@ class BlockIO(ABC):
     two. ``needs_directory``: whether its files are in a file system. ``limit``: transfers in flight
     at most. ``after_deliveries``: called after the last ``on_done`` of those that are called in one
     go, so that what is done for many costs as for one; set by who submits, must not raise.
+    ``why``: the reason for the choice where there was one (``auto``), known once started.
     """
 
     name: str
@@ -188,6 +189,7 @@ class BlockIO(ABC):
     alignment: int = DISK_ALIGNMENT
     limit: int
     after_deliveries: Callable[[], None] | None = None
+    why: str = ""
 
     @property
     @abstractmethod

@@ -46,7 +46,6 @@ class AutoIO(BlockIO):
         self._closed = False
         self._started = False
         self.limit = self._posix.limit
-        self.why = "not started"
 
     def __repr__(self) -> str:
         return f"<AutoIO {self._chosen!r}>" if self._chosen else "<AutoIO new>"

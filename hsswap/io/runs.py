@@ -20,10 +20,11 @@ OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
 
 _ONE = np.int32(1)  # of the array's own kind: ufunc.at takes twice the time with another
 _NO_CHECKSUMS = np.empty(0, np.uint32)
+_NO_LENGTHS = np.empty(0, np.uint16)
 
 
 def _no_lengths() -> NDArray[np.uint16]:
-    return np.empty(0, np.uint16)
+    return _NO_LENGTHS
 
 
 def _no_checksums() -> NDArray[np.uint32]:

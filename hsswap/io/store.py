@@ -137,6 +137,11 @@ class BlockStore(SeedIds):
         return self._io.path
 
     @property
+    def why(self) -> str:
+        """Why ``auto`` chose this backend, with what it measured; "" for one that was named."""
+        return self._io.why
+
+    @property
     def directory(self) -> Path | None:
         """Where the files are, the first of several; None for a backend without files."""
         return self._directories[0].path if self._directories else None

@@ -215,6 +215,23 @@ async def test_an_on_done_that_raises_does_not_stop_the_others(io: BlockIO, file
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError] * 2
 
 
+async def test_after_deliveries_comes_last(io: BlockIO, file: IOFile) -> None:
+    told: list[str] = []
+    io.after_deliveries = lambda: told.append("after")
+    collector = Collector()
+
+    def done(one: Transfer, error: HsswapError | None) -> None:
+        told.append("done")
+        collector(one, error)
+
+    pages = [Pages(1) for _ in range(8)]
+    io.submit([transfer(Operation.READ, file, one, done, 0) for one in pages])
+    await collector.all(8)
+    assert told.count("done") == 8
+    assert told[-1] == "after"
+    assert told.count("after") <= 8
+
+
 async def test_needed_reads_overtake_prefetch_and_writes(
     make: Callable[[int], BlockIO], tmp_path: Path
 ) -> None:
