@@ -216,7 +216,9 @@ class Journal:
     async def _sync_data(self) -> HsswapError | None:
         """Sync what was written, and make its records valid in memory."""
         stage = self._stage
-        stage[stage == WRITTEN] = SYNCING
+        layers, indices = np.nonzero(stage == WRITTEN)
+        alive = self._contents.written[layers, indices] == self._ids.generations(indices)
+        stage[layers, indices] = np.where(alive, SYNCING, NONE)
         numbers = np.unique(np.nonzero(stage == SYNCING)[1] // SEGMENT_IDS).tolist()
         files = [self._segments.hold(number) for number in numbers]  # before anything can go
         syncs = [self._sync_segment(n, file) for n, file in zip(numbers, files, strict=True)]

@@ -197,8 +197,8 @@ def _take_over(recovered: Recovered, ids: BlockIds, contents: Contents, index: P
     contents.codes_versions[layers, indices] = rows["codes_version"]
     contents.written[layers, indices] = rows["generation"]
     for place, depth, key in recovered.prefix_keys():
-        if index.put(key, place):
-            ids.want(np.array([place]), np.array([depth]))
+        index.put(key, place)
+        ids.want(np.array([place]), np.array([depth]))
 
 
 class _Freed:

@@ -25,7 +25,7 @@ from hsswap.io.journal import GENERATION_STEP
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
 from hsswap.io.manifest import MANIFEST_BYTES_LIMIT, MANIFEST_NAME, Manifest
 from hsswap.io.recordfile import Pages, move, read_all, write_all, write_pages
-from hsswap.io.records import RECORDS_NAME, VALID, RecordLayout, Records
+from hsswap.io.records import CLEARED, RECORDS_NAME, VALID, RecordLayout, Records
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,26 @@ class Recovered:
 
     def valid(self) -> NDArray[np.bool_]:
         """``[layers, capacity]``: blocks that an id speaks for."""
-        blocks = self.records.blocks[:, : len(self.generations)]
-        valid: NDArray[np.bool_] = blocks["state"] == VALID
-        valid &= blocks["generation"] == self.generations
-        return valid
+        return _valid(self.records, self.generations)
 
     def oldest_first(self) -> NDArray[np.int64]:
         """The indices with content, those committed first in front."""
         indices = np.flatnonzero(self.generations)
-        serials = np.where(
-            self.valid(), self.records.blocks["serial"][:, : self.valid().shape[1]], 0
-        )
+        serials = np.where(self.valid(), self.records.blocks["serial"][:, : self.capacity], 0)
         ages: NDArray[np.int64] = indices[np.argsort(serials.max(axis=0)[indices], kind="stable")]
         return ages
 
+    @property
+    def capacity(self) -> int:
+        """Block ids."""
+        return len(self.generations)
+
     def prefix_keys(self) -> list[tuple[int, int, bytes]]:
-        """Index, depth and key of the blocks with a prefix key, whole in every layer."""
+        """Index, depth and key of the blocks with a prefix key."""
         rows = self.records.ids
-        named = (rows["state"] == VALID) & (rows["generation"] == self.generations)
-        named &= self.valid().all(axis=0) & (self.generations > 0)
         return [
             (index, int(rows["depth"][index]), rows["key"][index].tobytes())
-            for index in np.flatnonzero(named).tolist()
+            for index in np.flatnonzero(rows["state"] == VALID).tolist()
         ]
 
 
@@ -94,6 +92,7 @@ async def recover(
     blocks = records.blocks[:, :capacity]
     generations = np.where(blocks["state"] == VALID, blocks["generation"], 0).max(axis=0)
     generations = generations.astype(np.int64)
+    _drop_keys(records, generations)
     first = _set_generations_aside(records, generations)
     await write_pages(io, file, records, np.flatnonzero(records.dirty))
     await io.sync(file)
@@ -102,6 +101,28 @@ async def recover(
     await _remove_strays(io, places, sizes, used, capacity)
     metadata = len(places) * (len(manifest.to_bytes()) + DISK_ALIGNMENT) + file.nbytes
     return Recovered(manifest, records, file, generations, sorted(used), first, metadata, dropped)
+
+
+def _valid(records: Records, generations: NDArray[np.int64]) -> NDArray[np.bool_]:
+    blocks = records.blocks[:, : len(generations)]
+    valid: NDArray[np.bool_] = (blocks["state"] == VALID) & (blocks["generation"] == generations)
+    return valid
+
+
+def _drop_keys(records: Records, generations: NDArray[np.int64]) -> None:
+    """Clear the keys of blocks that are not whole in every layer, and keys given twice.
+
+    Both come from a loss of power soon after blocks were freed. They must go from the disk now:
+    these blocks may be written again, and would then have the key of other tokens.
+    """
+    rows = records.ids
+    named = (rows["state"] == VALID) & (rows["generation"] == generations)
+    named &= _valid(records, generations).all(axis=0) & (generations > 0)
+    _, firsts = np.unique(rows["key"][named], axis=0, return_index=True)
+    keep = np.flatnonzero(named)[firsts]
+    drop = np.setdiff1d(np.flatnonzero(rows["state"] == VALID), keep)
+    rows["state"][drop] = CLEARED
+    records.touch_ids(drop)
 
 
 def _set_generations_aside(records: Records, generations: NDArray[np.int64]) -> int:

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ async def test_the_limit_counts_what_files_take(tmp_path: Path, persist: bool) -
 
 async def test_what_nobody_holds_goes_first_at_the_limit() -> None:
     io = memory()
-    options = {"capacity": 1024, "disk_bytes": 3 * SEGMENT}
+    options: dict[str, Any] = {"capacity": 1024, "disk_bytes": 3 * SEGMENT}
     async with await open_store(io, **options) as store:
         first = store.ids.allocate(256)
         await write_ids(store, first)
