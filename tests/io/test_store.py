@@ -262,3 +262,21 @@ async def test_bad_arguments_change_nothing(
         getattr(store, method)(**{**arguments, **change}, on_done=Outcome(2))
     assert store.statistics().in_flight == 0
     assert not (await write(store, 0, indices, pattern(2, BLOCK, 1))).errors
+
+
+async def test_six_sequences_appended_in_turns_are_read_in_long_runs(store: BlockStore) -> None:
+    """Each appends a block at a time; reading one back takes runs of 16 blocks and more."""
+    sequences: list[list[int]] = [[] for _ in range(6)]
+    for _ in range(96):
+        for ids in sequences:
+            ids.extend(store.ids.allocate(1, ids[-1] if ids else None).tolist())
+    for number, ids in enumerate(sequences):
+        indices = store.ids.check(ids)
+        content = pattern(96, BLOCK, number)
+        await write(store, 0, indices, content)
+        before = store.statistics().read_calls
+        found, outcome = await read(store, 0, indices)
+        assert not outcome.errors
+        assert np.array_equal(found, content)
+        calls = store.statistics().read_calls - before
+        assert calls <= 96 // 16  # one alone takes 96 * 4 KiB / 256 KiB, rounded up: 2
