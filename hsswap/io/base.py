@@ -1,6 +1,6 @@
 """The BlockIO contract: how runs of blocks travel between files and memory.
 
-Four backends keep it (``posix``, ``memory``; later ``uring``, ``gds``); one suite checks them all
+Four backends keep it (``posix``, ``uring``, ``gds``, ``memory``); one suite checks them all
 (``tests/io/test_conformance.py``). Memory is an integer address and a length, so this room knows
 nothing of CUDA.
 

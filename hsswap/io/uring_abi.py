@@ -26,15 +26,11 @@ from typing import Any
 SETUP_CALL, ENTER_CALL, REGISTER_CALL = 425, 426, 427
 """The same numbers on every processor but alpha."""
 
-OP_READV, OP_WRITEV, OP_READ_FIXED, OP_WRITE_FIXED, OP_READV_FIXED, OP_WRITEV_FIXED = (
-    1, 2, 4, 5, 60, 61,
-)  # fmt: skip
-"""The last two since Linux 6.15: iovecs that all lie in one registered buffer."""
+OP_READV, OP_WRITEV = 1, 2
 
 SQE_ASYNC = 1 << 4
 """Goes to a kernel thread at once: what would copy from the page cache, or wait, inside enter."""
 
-SETUP_R_DISABLED = 1 << 6
 SETUP_SUBMIT_ALL = 1 << 7  # 5.18
 SETUP_COOP_TASKRUN = 1 << 8  # 5.19
 SETUP_SINGLE_ISSUER = 1 << 12  # 6.0
@@ -47,11 +43,7 @@ FEAT_NATIVE_WORKERS = 1 << 9  # 5.12: what cannot go at once runs on threads of 
 
 ENTER_GETEVENTS = 1 << 0
 
-REGISTER_BUFFERS = 0
 REGISTER_EVENTFD = 4
-REGISTER_PROBE = 8
-REGISTER_ENABLE_RINGS = 12
-REGISTER_CLONE_BUFFERS = 30  # 6.12
 
 OFF_RINGS = 0
 OFF_SQES = 0x10000000
