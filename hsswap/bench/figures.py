@@ -52,11 +52,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def machine() -> dict[str, object]:
-    """Host, processor, kernel, Python, date, version and commit: what a figure is worth with."""
+    """Host, processor, kernel, Python, date, version and commit: what a figure is worth with.
+
+    ``load``: how many others wanted a core just now (one minute), which shows in every figure.
+    """
     return {
         "host": platform.node(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

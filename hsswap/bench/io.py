@@ -130,6 +130,7 @@ def _numbers(text: str | None, default: Sequence[int], name: str) -> list[int]:
 async def _measure(plan: _Plan) -> dict[str, Any]:
     """All sizes, one after the other, each with stores of its own."""
     rows: list[Row] = []
+    about = machine()  # the load is that of others, as it was before
     with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=plan.directory) as folder:
         place = Path(folder)
         program = compile_reader(place)
@@ -149,7 +150,7 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
         where = str(plan.directory or Path(tempfile.gettempdir()))
     return {
         "bench": "io",
-        "machine": machine(),
+        "machine": about,
         "directory": where,
         "slices": plan.slices,
         "slice_s": plan.slice_s,
