@@ -37,7 +37,7 @@ KIB = 1024
 BLOCKS_KIB, DEPTHS = (12, 64, 256, 1024), (1, 8, 64)
 QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
 ENGINES = ("threads", "uring")
-SLICE_S, QUICK_SLICE_S = 0.05, 0.02
+SLICE_S, QUICK_SLICE_S = 0.1, 0.02
 FIO_S = 1
 Row = dict[str, Any]
 
