@@ -15,14 +15,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.checksum import crc32_of_blocks, identity_seeds
 from hsswap.errors import ConfigError
 from hsswap.io.directory import SEGMENT_NAME, StoreDirectory, segment_name
 from hsswap.io.ids import id_of
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
 from hsswap.io.manifest import MANIFEST_NAME, Manifest
 from hsswap.io.problems import from_os_error
-from hsswap.io.records import RECORDS_NAME, VALID, RecordLayout, Records
+from hsswap.io.records import RECORDS_NAME, REPLACED, VALID, RecordLayout, Records
+from hsswap.io.replaced import is_content
+from hsswap.io.spare import SPARE_NAME, slot_bytes_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def check_store(path: Path) -> Report:
         report = Report(str(path))
         records = _records(path, manifest, report)
         layout = SegmentLayout(manifest.dims)
+        _check_replaced(path, layout, records, report)
         for number in range(segment_count(manifest.capacity_blocks)):
             place = places[number % len(places)] / segment_name(number)
             _check_segment(place, number, manifest.capacity_blocks, layout, records, report)
@@ -169,17 +171,35 @@ def _check_block(
         return f"reading failed: {error.strerror}"
     if len(content) < nbytes:
         return f"the file ends after {len(content)} of its {nbytes} bytes"
-    generation = np.array([int(row["generation"])], np.int64)
-    seeds = identity_seeds(layer, np.array([index]), generation)
     view: NDArray[np.uint8] = np.frombuffer(content, np.uint8)
-    if crc32_of_blocks([view], seeds.tolist())[0] != row["checksum"]:
+    if not is_content(view, layer, index, row):
         return "its bytes are others than were written"
     return ""
 
 
+def _check_replaced(path: Path, layout: SegmentLayout, records: Records, report: Report) -> None:
+    """Blocks that were being replaced when the power went: the next open takes them from here."""
+    slot_bytes = slot_bytes_of(layout.block_bytes)
+    for layer, index in np.argwhere(records.blocks["state"] == REPLACED).tolist():
+        row, nbytes = records.blocks[layer, index], layout.block_bytes[layer]
+        report.blocks += 1
+        report.bytes_checked += nbytes
+        try:
+            descriptor = os.open(path / SPARE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            reason = f"{path / SPARE_NAME}: {error.strerror}"
+        else:
+            offset = (int(row["spare"]) - 1) * slot_bytes
+            reason = _check_block(descriptor, offset, nbytes, layer, index, row)
+            os.close(descriptor)
+        if reason:
+            report.bad.append(BadBlock(layer, id_of(index, int(row["generation"])), reason))
+
+
 def _find_strays(places: list[Path], manifest: Manifest, records: Records, report: Report) -> None:
-    valid = (records.blocks["state"][:, : manifest.capacity_blocks] == VALID).any(axis=0)
-    numbers = set((np.flatnonzero(valid) // SEGMENT_IDS).tolist())
+    states = records.blocks["state"][:, : manifest.capacity_blocks]
+    known = ((states == VALID) | (states == REPLACED)).any(axis=0)
+    numbers = set((np.flatnonzero(known) // SEGMENT_IDS).tolist())
     for part, place in enumerate(places):
         expected = {segment_name(n) for n in numbers if n % len(places) == part}
         for name in sorted(os.listdir(place)) if place.is_dir() else ():

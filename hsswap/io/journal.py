@@ -5,7 +5,9 @@ un-synced writes a loss of power takes. Two rules keep that:
 
 1. A record becomes valid only after the bytes it speaks of were synced.
 2. Bytes under a valid record are overwritten, or their file removed, only after the record was
-   cleared and that was synced.
+   cleared and that was synced. When the block is to have new content under the same id, that is
+   stored aside first, and the record names the place (:mod:`hsswap.io.spare`), so that the old
+   content or the new one is there at every instant.
 
 The stages of a block, in ``_stage``::
 
@@ -24,7 +26,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +35,12 @@ from hsswap.io.base import BlockIO, IOFile
 from hsswap.io.contents import Contents
 from hsswap.io.ids import BlockIds
 from hsswap.io.layout import SEGMENT_IDS
+from hsswap.io.pending import PendingKeys, PrefixRecord
 from hsswap.io.recordfile import write_pages
-from hsswap.io.records import CLEARED, VALID, Records
+from hsswap.io.records import CLEARED, REPLACED, VALID, Records
 from hsswap.io.runs import BlockRun
 from hsswap.io.segments import Segments
+from hsswap.io.spare import Spare
 
 NONE, WRITTEN, SYNCING, DURABLE, CLEAR_WANTED, CLEARING = range(6)
 
@@ -47,15 +50,6 @@ out is not given out again. Of 2**31, so that is good for 32,768 crashes."""
 
 Resume = Callable[[HsswapError | None], None]
 """Called when records were cleared, or could not be."""
-
-
-@dataclass(frozen=True)
-class PrefixRecord:
-    """The prefix key of a block, not on disk yet."""
-
-    generation: int
-    depth: int
-    key: bytes
 
 
 class Journal:
@@ -69,6 +63,7 @@ class Journal:
         contents: Contents,
         ids: BlockIds,
         segments: Segments,
+        spare: Spare,
     ) -> None:
         self.commits = 0
         self.nbytes_written = 0
@@ -78,16 +73,25 @@ class Journal:
         self._contents = contents
         self._ids = ids
         self._segments = segments
+        self._spare = spare
+        self._failed: list[tuple[int, int]] = []  # layer and index
+        self._saving: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[None] | None = None  # resolved when slots may be free
         self._loop = asyncio.get_running_loop()
         self._stage = np.zeros(contents.written.shape, np.uint8)
         self._stage[records.blocks["state"][:, : ids.capacity] == VALID] = DURABLE
         self._serial = int(records.header["serial"][0])
-        self._keys: dict[int, PrefixRecord] = {}
+        self._keys = PendingKeys()
         self._freed: deque[NDArray[np.int64]] = deque()  # filled by any thread
         self._waiting: list[Resume] = []
         self._flushes: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def total_written(self) -> int:
+        """Bytes written beside the blocks themselves."""
+        return self.nbytes_written + self._spare.nbytes_written
 
     # What others tell it.
 
@@ -98,8 +102,14 @@ class Journal:
         stage[~lasting] = NONE
         if not lasting.any():
             return True
-        self._clear(run.layer, run.first + np.flatnonzero(stage == DURABLE))
-        self._wait(resume)
+        recorded = self._records.blocks["generation"][run.layer, run.blocks]
+        if ((stage == DURABLE) & (recorded == run.generations)).any():
+            task = self._loop.create_task(self._save(run, resume))
+            self._saving.add(task)
+            task.add_done_callback(self._saving.discard)
+        else:
+            self._clear(run.layer, run.first + np.flatnonzero(stage == DURABLE))
+            self._wait(resume)
         return False
 
     def overwriting(self, run: BlockRun) -> None:
@@ -109,6 +119,14 @@ class Journal:
     def written(self, run: BlockRun) -> None:
         """A write succeeded."""
         self._stage[run.layer, run.blocks] = WRITTEN
+        self._wake()
+
+    def failed(self, run: BlockRun) -> None:
+        """A write that began failed: its blocks have no content. What was set aside stays, and is
+        there when the store is opened again, as long as its slot is not needed.
+        """
+        self._failed.extend((run.layer, index) for index in range(run.first, run.first + run.count))
+        self._wake()
 
     def given_up(self, run: BlockRun) -> None:
         """A write that had to wait does not begin: what was there is there still."""
@@ -136,7 +154,7 @@ class Journal:
 
     def put_key(self, index: int, record: PrefixRecord) -> None:
         """A block got a prefix key, to be written once the block is durable in every layer."""
-        self._keys[index] = record
+        self._keys.put(index, record)
 
     def durable(self, layers: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which blocks, by layer and index, have a record on disk of their present content."""
@@ -156,10 +174,77 @@ class Journal:
         await flush
 
     async def close(self) -> None:
-        """End the cycle under way, and refuse further ones."""
+        """End what is under way, and refuse more."""
         self._closed = True
+        self._wake()
+        while self._saving:
+            await asyncio.wait(self._saving)
         while self._task is not None:
             await asyncio.wait([self._task])
+
+    # Writing stored blocks again.
+
+    async def _save(self, run: BlockRun, resume: Resume) -> None:
+        """Store the new content of a run's stored blocks aside, then clear their records."""
+        layer, stage = run.layer, self._stage[run.layer, run.blocks]
+        numbers = np.flatnonzero(stage == DURABLE)
+        slots: list[int] = []
+        try:
+            slots = await self._take_slots(len(numbers))
+            await self._spare.write(run, numbers.tolist(), slots)
+        except HsswapError as error:
+            self._give_back(slots)
+            resume(error)
+            return
+        table = self._records.blocks
+        for number, slot in zip(numbers.tolist(), slots, strict=True):
+            index, row = run.first + number, table[layer, run.first + number]
+            same = row["generation"] == run.generations[number]
+            if stage[number] != DURABLE or not same:  # another owner's, or freed meanwhile
+                self._give_back([slot])
+                continue
+            row["state"], row["checksum"], row["spare"] = REPLACED, run.crcs[number], slot + 1
+            row["length"], row["codes_version"] = run.lengths[number], run.codes_version
+            stage[number] = CLEAR_WANTED
+            self._spare.name(layer, index, slot)
+            self._records.touch_blocks(np.array([layer]), np.array([index]))
+        self._clear(layer, run.first + np.flatnonzero(stage == DURABLE))
+        self._wait(resume)
+
+    async def _take_slots(self, count: int) -> list[int]:
+        """Wait for slots: commits free those whose blocks have been written in their place."""
+        while (slots := self._spare.take(count)) is None:
+            if self._closed:
+                raise ClosedError("the store is closed; open it again")
+            ended = self._ended = self._ended or self._loop.create_future()
+            await self.commit()
+            if (slots := self._spare.take(count)) is not None:
+                break
+            if self._failed:
+                self._give_failed_up()
+            else:
+                await ended
+        return slots
+
+    def _give_failed_up(self) -> None:
+        """Free slots, with the next commit, of blocks whose write failed."""
+        failed, self._failed = np.array(self._failed), []
+        layers, indices = failed[:, 0], failed[:, 1]
+        again = self._stage[layers, indices] == NONE
+        replaced = self._records.blocks["state"][layers, indices] == REPLACED
+        layers, indices = layers[again & replaced], indices[again & replaced]
+        self._records.blocks["state"][layers, indices] = CLEARED
+        self._records.touch_blocks(layers, indices)
+
+    def _give_back(self, slots: list[int]) -> None:
+        self._spare.give_back(slots)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let those look again that wait for slots."""
+        ended, self._ended = self._ended, None
+        if ended is not None and not ended.done():
+            ended.set_result(None)
 
     # Cycles.
 
@@ -196,7 +281,7 @@ class Journal:
         if with_data:
             self._clear_freed()
             error = await self._sync_data()
-            self._fill_keys()
+            self._keys.fill(self._records, self._ids, self._stage == DURABLE, self._serial)
             self._raise_limit()
         waiting, self._waiting = self._waiting, []
         self._stage[self._stage == CLEAR_WANTED] = CLEARING
@@ -269,6 +354,8 @@ class Journal:
         finally:
             self._records.in_flight[pages] = False
         self.commits += 1
+        self._spare.free_unnamed(self._records)
+        self._wake()
         return None
 
     # What goes into the records.
@@ -291,23 +378,10 @@ class Journal:
             recorded = self._records.blocks["generation"][:, indices] != generations
             layers, places = np.nonzero(recorded & (self._stage[:, indices] == DURABLE))
             self._clear(layers, indices[places])
-
-    def _fill_keys(self) -> None:
-        """Write down the keys of blocks that have become durable in every layer."""
-        for index, key in list(self._keys.items()):
-            current = int(self._ids.generations(np.array([index]))[0])
-            if key.generation != current:
-                del self._keys[index]
-                continue
-            recorded = self._records.blocks["generation"][:, index] == key.generation
-            if not (recorded & (self._stage[:, index] == DURABLE)).all():
-                continue
-            row = self._records.ids[index : index + 1]
-            row["state"], row["generation"], row["depth"] = VALID, key.generation, key.depth
-            row["key"] = np.frombuffer(key.key, np.uint8)
-            row["serial"] = self._serial
-            self._records.touch_ids(np.array([index]))
-            del self._keys[index]
+            replaced = recorded & (self._records.blocks["state"][:, indices] == REPLACED)
+            layers, places = np.nonzero(replaced)
+            self._records.blocks["state"][layers, indices[places]] = CLEARED
+            self._records.touch_blocks(layers, indices[places])
 
     def _raise_limit(self) -> None:
         """Set more generations aside long before they are used up."""

@@ -310,6 +310,8 @@ class RunMover:
         if run.operation is Operation.WRITE:
             if not untouched:
                 self._contents.forget(run)
+                if self._journal is not None and not isinstance(error, ClosedError):
+                    self._journal.failed(run)
             self.tickets.give_back(run.ticket, run.count)
         self._woken.extend(self._order.release(run))
         for number in range(run.count):

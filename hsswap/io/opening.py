@@ -174,7 +174,8 @@ def _wire(
     journal = None
     if recovered is not None:
         _take_over(recovered, ids, contents, prefixes.index)
-        journal = Journal(io, recovered.record_file, recovered.records, contents, ids, segments)
+        records, file = recovered.records, recovered.record_file
+        journal = Journal(io, file, records, contents, ids, segments, recovered.spare)
         prefixes.journal = journal
         mover.attach(journal)
         segments.clear = journal.clear_segment

@@ -8,8 +8,9 @@ from numpy.typing import ArrayLike, NDArray
 from hsswap.errors import ArgumentError, StaleBlockId
 from hsswap.io.contents import Contents
 from hsswap.io.ids import BlockIds, id_of
-from hsswap.io.journal import Journal, PrefixRecord
+from hsswap.io.journal import Journal
 from hsswap.io.keys import PrefixIndex, PrefixKeys
+from hsswap.io.pending import PrefixRecord
 
 
 class PrefixBlocks:

@@ -33,7 +33,7 @@ BLOCK_RECORD = np.dtype(
         ("state", "u1"),
         ("zero", "u1"),
         ("codes_version", "<u4"),  # of the predictor's codes stored with the block; 0: none
-        ("zeros", "<u4"),
+        ("spare", "<u4"),  # of REPLACED: slot + 1
         ("serial", "<u8"),  # of the commit; gives the order of age
     ]
 )
@@ -63,8 +63,10 @@ assert BLOCK_RECORD.itemsize == 32
 assert ID_RECORD.itemsize == HEADER_RECORD.itemsize == 64
 assert DISK_ALIGNMENT % ID_RECORD.itemsize == 0
 
-VALID, CLEARED = 1, 2
-"""States of a record. CLEARED: there was a block, and its bytes may be overwritten by now."""
+VALID, CLEARED, REPLACED = 1, 2, 3
+"""States of a record. CLEARED: there was a block, and its bytes may be overwritten by now.
+REPLACED: so they may, and the block's newer content is in a slot of the spare file.
+"""
 
 _SEEDS = {"header": 0x48454144, "ids": 0x49445F5F, "blocks": 0x424C4F43}
 

@@ -26,6 +26,8 @@ from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
 from hsswap.io.manifest import MANIFEST_BYTES_LIMIT, MANIFEST_NAME, Manifest
 from hsswap.io.recordfile import Pages, move, read_all, write_all, write_pages
 from hsswap.io.records import CLEARED, RECORDS_NAME, VALID, RecordLayout, Records
+from hsswap.io.replaced import restore_replaced
+from hsswap.io.spare import Spare, slot_bytes_of, spare_bytes
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Recovered:
     first_generation: int
     file_bytes: int
     dropped: int
+    spare: Spare
 
     def valid(self) -> NDArray[np.bool_]:
         """``[layers, capacity]``: blocks that an id speaks for."""
@@ -88,6 +91,7 @@ async def recover(
     if dropped:
         records.dirty[:] = True
     found = _segment_sizes(sizes, capacity)
+    spare = await restore_replaced(io, places, sizes[0], records, layout, found)
     dropped += _drop_lost(records, layout, found, capacity)
     blocks = records.blocks[:, :capacity]
     generations = np.where(blocks["state"] == VALID, blocks["generation"], 0).max(axis=0)
@@ -100,7 +104,10 @@ async def recover(
     used = set((np.flatnonzero(generations) // SEGMENT_IDS).tolist())
     await _remove_strays(io, places, sizes, used, capacity)
     metadata = len(places) * (len(manifest.to_bytes()) + DISK_ALIGNMENT) + file.nbytes
-    return Recovered(manifest, records, file, generations, sorted(used), first, metadata, dropped)
+    metadata += spare_bytes(slot_bytes_of(layout.block_bytes))
+    return Recovered(
+        manifest, records, file, generations, sorted(used), first, metadata, dropped, spare
+    )
 
 
 def _valid(records: Records, generations: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -32,7 +32,8 @@ class StoreStatistics:
     disk_bytes: int = 0
     """Bytes that the store's files take."""
     record_bytes_written: int = 0
-    """Bytes of records that were written (persistent stores)."""
+    """Bytes of records, and of stored blocks set aside while they are replaced (persistent stores).
+    """
     commits: int = 0
     """Group commits that reached the disk."""
     kept_blocks: int = 0

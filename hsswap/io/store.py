@@ -170,7 +170,7 @@ class BlockStore(SeedIds):
             in_flight=counters.in_flight,
             segment_files=self._mover.segments.file_count,
             disk_bytes=self._mover.segments.budget.used_bytes,
-            record_bytes_written=self._journal.nbytes_written if self._journal else 0,
+            record_bytes_written=self._journal.total_written if self._journal else 0,
             commits=self._journal.commits if self._journal else 0,
             kept_blocks=self.ids.kept_count,
             prefix_blocks=len(self._prefixes.index),

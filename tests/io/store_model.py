@@ -59,7 +59,8 @@ class Model:
     depth_of: dict[int, int] = field(default_factory=dict)  # of ids with a key
     key_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     id_of: dict[tuple[int, ...], int] = field(default_factory=dict)
-    acknowledged: dict[Block, int] = field(default_factory=dict)  # and not touched since
+    # What may be there after a loss of power: what was acknowledged, and what was written since.
+    acknowledged: dict[Block, set[int]] = field(default_factory=dict)
     acknowledged_keys: set[tuple[int, ...]] = field(default_factory=set)
     history: dict[Block, set[int]] = field(default_factory=dict)
     named: dict[tuple[int, ...], set[int]] = field(default_factory=dict)  # ids that had a key
@@ -138,7 +139,8 @@ class Player:
             else:
                 assert position not in outcome.errors
                 model.content[block_id, layer] = seed
-                model.acknowledged.pop((block_id, layer), None)
+                if (block_id, layer) in model.acknowledged:
+                    model.acknowledged[block_id, layer].add(seed)
                 model.history.setdefault((block_id, layer), set()).add(seed)
 
     async def read_blocks(self, layer: int, ids: list[int]) -> dict[int, int | None]:
@@ -253,7 +255,7 @@ class Player:
 
     async def flush(self) -> None:
         await self.store.flush()
-        self.model.acknowledged = dict(self.model.content)
+        self.model.acknowledged = {block: {seed} for block, seed in self.model.content.items()}
         self.model.acknowledged_keys = set(self.model.id_of)
 
     async def evict(self) -> None:
@@ -280,8 +282,8 @@ class Player:
         await self.store.close()
         self.io = MemoryIO(files=state.cut(left.__getitem__), power=True)
         await self._open_again()
-        for block, seed in old.acknowledged.items():
-            assert self.model.content[block] == seed
+        for block, seeds in old.acknowledged.items():
+            assert self.model.content[block] in seeds
         assert old.acknowledged_keys <= set(self.model.id_of)
 
     async def _open_again(self) -> None:
@@ -310,7 +312,7 @@ class Player:
                 model.id_of[tokens], model.key_of[block_id] = block_id, tokens
                 model.depth_of[block_id] = len(tokens) // 16 - 1
         assert self.store.statistics().prefix_blocks == len(model.id_of)
-        model.acknowledged = dict(model.content)
+        model.acknowledged = {block: {seed} for block, seed in model.content.items()}
         model.acknowledged_keys = set(model.id_of)
 
     async def play(self, count: int, *, reopenings: float) -> None:
