@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Workload:
             for block_id, seed in zip(ids, seeds, strict=True):
                 self.seeds.setdefault((block_id, layer), set()).add(seed)
                 self.current.pop((block_id, layer), None)
-            content = np.concatenate([pattern(1, 4096, seed) for seed in seeds])
+            content = np.stack([content_of(seed) for seed in seeds])
             outcome = await begin_write(self.store, layer, self.indices(ids), content).end()
             for position, (block_id, seed) in enumerate(zip(ids, seeds, strict=True)):
                 if position not in outcome.errors:
@@ -182,9 +183,16 @@ async def check(
         assert not set(new.tolist()) & known.given_out
 
 
+@cache
+def content_of(seed: int) -> NDArray[np.uint8]:
+    """A block's bytes."""
+    content: NDArray[np.uint8] = pattern(1, 4096, seed)[0]
+    return content
+
+
 def seed_of(content: NDArray[np.uint8], seeds: set[int]) -> int:
     """Which of these contents it is, whole."""
-    found = [seed for seed in seeds if np.array_equal(content, pattern(1, 4096, seed)[0])]
+    found = [seed for seed in seeds if np.array_equal(content, content_of(seed))]
     assert len(found) == 1, "bytes that were never written like this"
     return found[0]
 
