@@ -63,7 +63,7 @@ check: $(STAMP) ## lint, format, types and the rules of layout, without changing
 	$(BIN)/python -m pytest -q tests/test_layout_rules.py
 
 soak: $(STAMP) ## the tests marked slow or soak
-	$(BIN)/python -m pytest -m 'slow or soak' $(PYTEST_ARGS)
+	HSSWAP_SOAK_RESULTS=bench/results/soak-store.json $(BIN)/python -m pytest -m 'slow or soak' $(PYTEST_ARGS)
 
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)

@@ -63,6 +63,10 @@ class StaleBlockId(ArgumentError):
     """The block id was freed, or never given out."""
 
 
+class SharedBlock(ArgumentError):
+    """A block that others read too cannot be written; copy it, and write the copy."""
+
+
 class VerifyError(HsswapError):
     """An attention output differed from the float64 reference by more than the promise allows."""
 

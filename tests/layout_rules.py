@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 
 # Packages that only the rooms named may import, so that a host without them runs all the rest.
-ONLY_IN = {"kvikio": ("io.gds",), "cuda": ("driver",)}
+ONLY_IN = {"kvikio": ("io.gds_kvikio", "bench.io_kvikio"), "cuda": ("driver",)}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -83,6 +83,7 @@ async def test_bit_for_bit_through_files(case: Case) -> None:
     config = config_for(case, extra_host=20)
     async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
         got = await feed(sequence, case, CHUNKS)
+        await swap.flush()
         statistics = swap.statistics()
     assert all((a == b).all() for a, b in zip(got, wanted, strict=True))
     assert statistics.bytes_read > 0

@@ -1,1 +1,1 @@
-"""``hsswap bench``: the numbers of the design, each beside its baseline from the same run."""
+"""``hsswap bench``: figures with machine, date and commit, each beside its baseline of the same run."""

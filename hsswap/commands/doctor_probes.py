@@ -208,7 +208,7 @@ def memory() -> Iterator[Check]:
         else Check(
             "memlock",
             DEGRADED,
-            f"{size(limit)} may be locked: slots pinned for a GPU count, and rings before Linux 5.12",
+            f"{size(limit)} may be locked: slots pinned for a GPU count, rings before Linux 5.12, too",
             "ulimit -l unlimited, if pinning slots or making a ring fails",
         )
     )

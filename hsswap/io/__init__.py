@@ -3,7 +3,8 @@
 from hsswap.io.backends import BACKENDS, open_backend
 from hsswap.io.base import BlockIO, IOStatistics, Operation, Priority, QueueFull, Transfer
 from hsswap.io.ids import BlockIds
-from hsswap.io.store import BlockStore, StoreStatistics
+from hsswap.io.statistics import StoreStatistics
+from hsswap.io.store import BlockStore
 
 __all__ = [
     "BACKENDS",

@@ -1,6 +1,6 @@
 """The BlockIO contract: how runs of blocks travel between files and memory.
 
-Four backends keep it (``posix``, ``memory``; later ``uring``, ``gds``); one suite checks them all
+Four backends keep it (``posix``, ``uring``, ``gds``, ``memory``); one suite checks them all
 (``tests/io/test_conformance.py``). Memory is an integer address and a length, so this room knows
 nothing of CUDA.
 
@@ -29,6 +29,7 @@ Rules for every backend:
 from __future__ import annotations
 
 import asyncio
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from numpy.typing import NDArray
 
 from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import ArgumentError, HsswapError
+from hsswap.io.problems import io_error
 
 
 class QueueFull(HsswapError):
@@ -63,6 +65,9 @@ class Operation(Enum):
 
     READ = "read"
     WRITE = "write"
+
+    # Members are one of a kind; Enum's own hash is a Python call, which shows in every lookup.
+    __hash__ = object.__hash__
 
 
 class IOFile:
@@ -87,6 +92,8 @@ class Transfer:
     ``prepare(transfer)`` runs right before a write and ``verify(transfer)`` right after a read that
     succeeded, both on the backend's thread, while the bytes are in that core's cache: the place for
     checksums. An :class:`~hsswap.errors.HsswapError` raised there is the transfer's error.
+    ``quick`` says that they wait for nothing and take 0.1 us a KiB at most; a backend without
+    threads may run them on the loop's thread then, a bounded number of bytes in one turn.
 
     ``on_done(transfer, error)``: see the rules above. ``deadline``: ``time.monotonic()`` seconds,
     or None. ``owner``: whatever must stay alive until then, usually the buffer.
@@ -105,6 +112,7 @@ class Transfer:
     verify: Callable[[Any], None] | None = None
     deadline: float | None = None
     owner: object = None
+    quick: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +133,27 @@ class Transfer:
             raise ArgumentError(
                 f"offset, span and addresses must be multiples of {alignment} and not null"
             )
+
+
+def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
+    """:meth:`Transfer.check` of many, at a fraction of the cost of each."""
+    bits = 0
+    for transfer in batch:
+        addresses, offset = transfer.addresses, transfer.offset
+        end = offset + len(addresses) * transfer.span_bytes
+        bits |= offset | transfer.span_bytes
+        if (
+            not 0 <= offset < end <= transfer.file.nbytes
+            or addresses.dtype != np.uint64
+            or addresses.ndim != 1
+        ):
+            transfer.check(alignment)
+    if batch:
+        joined = np.concatenate([transfer.addresses for transfer in batch])
+        bits |= int(np.bitwise_or.reduce(joined))
+        if bits & (alignment - 1) or not np.minimum.reduce(joined):
+            for transfer in batch:
+                transfer.check(alignment)
 
 
 @dataclass(frozen=True)
@@ -150,13 +179,17 @@ class BlockIO(ABC):
 
     ``name`` is what :func:`hsswap.io.open_backend` knows it by. ``alignment``: bytes, a power of
     two. ``needs_directory``: whether its files are in a file system. ``limit``: transfers in flight
-    at most.
+    at most. ``after_deliveries``: called after the last ``on_done`` of those that are called in one
+    go, so that what is done for many costs as for one; set by who submits, must not raise.
+    ``why``: the reason for the choice where there was one (``auto``), known once started.
     """
 
     name: str
     needs_directory: bool
     alignment: int = DISK_ALIGNMENT
     limit: int
+    after_deliveries: Callable[[], None] | None = None
+    why: str = ""
 
     @property
     @abstractmethod
@@ -186,6 +219,19 @@ class BlockIO(ABC):
         BlockIOError when the file exists or cannot be made; nothing is left behind then.
         """
 
+    def open_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
+        """A file that is there already, as persistent stores need. Starts at once.
+
+        One that is shorter than ``nbytes`` is made that long, with zeros. The future fails with
+        OutOfSpace or BlockIOError, and changes nothing then. Raises BlockIOError where a backend
+        cannot do it.
+        """
+        raise io_error(errno.ENOTSUP, f"opening {path} through the backend {self.name}")
+
+    def file_sizes(self, directory: Path) -> asyncio.Future[dict[str, int]]:
+        """Names and bytes of the files in a directory. Like :meth:`open_file`."""
+        raise io_error(errno.ENOTSUP, f"listing {directory} through the backend {self.name}")
+
     @abstractmethod
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         """Close a file without transfers in flight and delete it. Starts at once.
@@ -196,7 +242,10 @@ class BlockIO(ABC):
 
     @abstractmethod
     def sync(self, file: IOFile) -> asyncio.Future[None]:
-        """Make what was written to a file so far survive a loss of power (fdatasync)."""
+        """Make what was written to a file so far survive a loss of power (fdatasync).
+
+        Of a new file: that it is there, too (fsync of its directory).
+        """
 
     @abstractmethod
     def submit(self, batch: Sequence[Transfer]) -> None:

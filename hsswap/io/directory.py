@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hsswap.errors import BlockIOError, ConfigError, HsswapError, StoreLocked
+from hsswap.io.manifest import MANIFEST_NAME
 from hsswap.io.problems import from_os_error
 
 LOCK_NAME = "hsswap.lock"
@@ -43,19 +44,23 @@ UNUSABLE = {
 class StoreDirectory:
     """A directory locked by this process. ``path`` is absolute.
 
-    ``close()`` removes the segments, the lock file, and the directory itself with its parents as
-    far as they were made here and are empty.
+    ``close()`` removes the segments, unless the store is persistent (``keep``), the lock file, and
+    the directory itself with its parents as far as they were made here and are empty.
     """
 
-    def __init__(self, path: Path, lock: int, made: list[Path]) -> None:
+    def __init__(self, path: Path, lock: int, made: list[Path], *, keep: bool = False) -> None:
         self.path = path
+        self._keep = keep
         self._lock = lock
         self._made = made
         self._closed = False
 
     @classmethod
-    def open(cls, path: Path | str | None) -> StoreDirectory:
+    def open(cls, path: Path | str | None, *, keep: bool = False) -> StoreDirectory:
         """Lock a directory, make it where it is missing, and remove a killed predecessor's files.
+
+        ``keep``: for a persistent store; its files stay, now and at the end. Without it, a
+        directory with a persistent store is refused.
 
         None: a new directory in the system's temporary folder, where those of killed processes are
         removed too. Raises StoreLocked when another store has it, ConfigError when it cannot be
@@ -76,7 +81,7 @@ class StoreDirectory:
                         made.extend(_make(place))
                     lock = _lock(place, create=True)
                     if lock is not None:
-                        return cls._adopt(place, lock, made)
+                        return cls._adopt(place, lock, made, keep=keep)
             except StoreLocked:
                 if path is not None:
                     raise
@@ -87,21 +92,27 @@ class StoreDirectory:
         raise StoreLocked(f"{path}: other stores open and close there all the time; name another")
 
     @classmethod
-    def _adopt(cls, path: Path, lock: int, made: list[Path]) -> StoreDirectory:
+    def _adopt(cls, path: Path, lock: int, made: list[Path], *, keep: bool) -> StoreDirectory:
         """Take over a directory whose lock is ours."""
         try:
+            if not keep and (path / MANIFEST_NAME).exists():
+                raise ConfigError(
+                    f"store directory {path} holds a persistent store; open it with persist=True, "
+                    "name another directory, or remove it"
+                )
             if not made and os.pread(lock, 64, 0).endswith(b"made\n"):
                 made = [path]  # by a predecessor that was killed
             os.ftruncate(lock, 0)
             note = f"{os.getpid()} {'made' if made else 'found'}\n"
             os.pwrite(lock, note.encode(), 0)
-            _remove_segments(path)
+            if not keep:
+                _remove_segments(path)
         except BaseException:
             with suppress(OSError):
                 (path / LOCK_NAME).unlink()
             os.close(lock)
             raise
-        return cls(path, lock, made)
+        return cls(path, lock, made, keep=keep)
 
     def segment_path(self, number: int) -> Path:
         """The file of a segment."""
@@ -115,7 +126,8 @@ class StoreDirectory:
         try:
             with _named(f"emptying store directory {self.path}"):
                 try:
-                    _remove_segments(self.path)
+                    if not self._keep:
+                        _remove_segments(self.path)
                 finally:
                     # While the lock is held, so that nobody else's is removed.
                     (self.path / LOCK_NAME).unlink(missing_ok=True)

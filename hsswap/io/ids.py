@@ -2,17 +2,27 @@
 
 An id is an int: the block's index in the low 32 bits, its generation above. The generation begins
 at 1 and grows when the block is freed, so an id kept too long is found out. Pure state, NumPy in
-and out; not locked, its owner's lock covers it.
+and out; calls that change it may come from any thread.
+
+A block that somebody may want again (its content has a prefix key, or was found on disk when the
+store was opened) is *kept* when nobody holds it any more: it has an id, no holder, and goes when
+room is needed. Adding a reference takes it back.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hsswap.errors import ArgumentError, ConfigError, OutOfBlocks, StaleBlockId
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 INDEX_BITS = 32
 INDEX_MASK = (1 << INDEX_BITS) - 1
@@ -55,6 +65,17 @@ def as_ids(ids: ArrayLike) -> NDArray[np.int64]:
         raise ArgumentError(f"block ids must be 64-bit integers: {error}") from error
 
 
+def _locked(method: Callable[Concatenate[BlockIds, P], T]) -> Callable[Concatenate[BlockIds, P], T]:
+    """One call at a time."""
+
+    @wraps(method)
+    def call(self: BlockIds, /, *args: P.args, **options: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return call
+
+
 class BlockIds:
     """The ids of a store of ``capacity`` blocks, with reference counts and generations.
 
@@ -65,7 +86,8 @@ class BlockIds:
     that follow as far as they are free; the rest, and new owners, come from empty extents, aligned
     to 16, the lowest first, adjoining ones if there are enough; when there are no empty extents
     any more, from the lowest free indices. Never the last freed first: that scatters a sequence
-    over the disk within minutes.
+    over the disk within minutes. When too few are free, kept blocks are freed: those that nobody
+    has held for longest first, and of those let go together the deepest of a prefix first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,17 +97,31 @@ class BlockIds:
         self.on_freed: Callable[[NDArray[np.int64]], None] | None = None
         self._references = np.zeros(capacity, np.int64)
         self._generations = np.ones(capacity, np.int64)
+        self._first_generation = 1  # of blocks freed from now on, at least
+        # Blocks to keep when nobody holds them, how deep in their prefix, and since when nobody
+        # does (0: somebody does, or it is free).
+        self._wanted = np.zeros(capacity, np.bool_)
+        self._depths = np.zeros(capacity, np.int64)
+        self._kept_since = np.zeros(capacity, np.int64)
+        self._clock = 0
+        self._kept_count = 0
         self._extent_used = np.zeros(capacity // EXTENT_IDS, np.int64)
         self._retired = np.zeros(capacity, np.bool_)
         self._free_count = capacity
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<BlockIds {self.capacity - self._free_count} of {self.capacity} used>"
 
     @property
     def free_count(self) -> int:
-        """Blocks that can be given out."""
-        return self._free_count
+        """Blocks that can be given out, kept ones included."""
+        return self._free_count + self._kept_count
+
+    @property
+    def kept_count(self) -> int:
+        """Blocks that nobody holds and that are not freed before room is needed."""
+        return self._kept_count
 
     def refcount(self, block_id: int) -> int:
         """How many hold an id. Raises StaleBlockId."""
@@ -101,9 +137,22 @@ class BlockIds:
         used: NDArray[np.bool_] = self._references[indices] > 0
         return used
 
+    def shared(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these indices must not be written: several hold them, or a prefix key does."""
+        shared: NDArray[np.bool_] = (self._references[indices] > 1) | self._wanted[indices]
+        return shared
+
     def any_used(self, first: int, end: int) -> bool:
+        """Whether any of these indices is given out or kept."""
+        return bool(self._references[first:end].any() or self._kept_since[first:end].any())
+
+    def any_held(self, first: int, end: int) -> bool:
         """Whether any of these indices is given out."""
         return bool(self._references[first:end].any())
+
+    def is_given_out(self, index: int) -> bool:
+        """Whether somebody holds the block of that index."""
+        return bool(self._references[index] > 0)
 
     def check(self, ids: ArrayLike) -> NDArray[np.int64]:
         """The indices of ids that are all in use.
@@ -111,12 +160,15 @@ class BlockIds:
         Raises StaleBlockId for an id that was freed or never given out, ArgumentError for what is
         no array of integers.
         """
+        return self._known(ids, kept=False)
+
+    def _known(self, ids: ArrayLike, *, kept: bool) -> NDArray[np.int64]:
         array = as_ids(ids)
         indices = array & INDEX_MASK
         known = (array >= 0) & (indices < self.capacity)
         places = np.where(known, indices, 0)
         known &= self._generations[places] == array >> INDEX_BITS
-        known &= self._references[places] > 0
+        known &= (self._references[places] > 0) | (kept & (self._kept_since[places] > 0))
         if not known.all():
             stale = int(array[np.argmin(known)])
             raise StaleBlockId(
@@ -125,6 +177,7 @@ class BlockIds:
             )
         return indices
 
+    @_locked
     def allocate(self, count: int, after: int | None = None) -> NDArray[np.int64]:
         """``count`` new ids with one reference each, all or none.
 
@@ -134,11 +187,13 @@ class BlockIds:
         if count < 0:
             raise ArgumentError(f"count is {count}; it cannot be negative")
         follow = None if after is None else int(self.check([after])[0]) + 1
-        if count > self._free_count:
+        if count > self.free_count:
             raise OutOfBlocks(
-                f"{count} blocks wanted, {self._free_count} of {self.capacity} are free; free "
+                f"{count} blocks wanted, {self.free_count} of {self.capacity} are free; free "
                 "sequences or raise the capacity"
             )
+        if count > self._free_count:
+            self._reclaim(count - self._free_count)
         parts: list[NDArray[np.int64]] = []
         missing = count
         for source in (lambda n: self._following(follow, n), self._from_empty, self._from_any):
@@ -155,8 +210,7 @@ class BlockIds:
     def _following(self, follow: int | None, count: int) -> NDArray[np.int64]:
         if follow is None:
             return np.empty(0, np.int64)
-        used = self._references[follow : follow + count] > 0
-        used |= self._retired[follow : follow + count]
+        used = ~self._available(slice(follow, follow + count))
         length = int(np.argmax(used)) if used.any() else len(used)
         return np.arange(follow, follow + length)
 
@@ -172,7 +226,14 @@ class BlockIds:
         return indices.reshape(-1)[:count]
 
     def _from_any(self, count: int) -> NDArray[np.int64]:
-        return np.flatnonzero((self._references == 0) & ~self._retired)[:count]
+        return np.flatnonzero(self._available(slice(None)))[:count]
+
+    def _available(self, part: slice) -> NDArray[np.bool_]:
+        """Which indices are free."""
+        available: NDArray[np.bool_] = self._references[part] == 0
+        available &= ~self._retired[part]
+        available &= self._kept_since[part] == 0
+        return available
 
     def _take(self, indices: NDArray[np.int64]) -> None:
         self._references[indices] = 1
@@ -184,15 +245,24 @@ class BlockIds:
         # A last extent of fewer ids than 16 is not counted: nobody is given it as an empty one.
         np.add.at(self._extent_used, extents[extents < len(self._extent_used)], step)
 
+    @_locked
     def add_reference(self, ids: ArrayLike) -> None:
-        """One more holder for each id; an id given twice gets two. Raises StaleBlockId."""
-        np.add.at(self._references, self.check(ids), 1)
+        """One more holder for each id, also of kept ones; an id given twice gets two.
 
+        Raises StaleBlockId.
+        """
+        indices = self._known(ids, kept=True)
+        kept = np.unique(indices[self._kept_since[indices] > 0])
+        self._kept_since[kept] = 0
+        self._kept_count -= len(kept)
+        np.add.at(self._references, indices, 1)
+
+    @_locked
     def drop_reference(self, ids: ArrayLike) -> NDArray[np.int64]:
         """One holder less for each id; an id given twice loses two. Returns the ids freed by it.
 
-        Raises StaleBlockId for a freed id, ArgumentError when one call drops more references to an
-        id than there are.
+        Blocks to be kept are not freed. Raises StaleBlockId for a freed id, ArgumentError when one
+        call drops more references to an id than there are.
         """
         indices, drops = np.unique(self.check(ids), return_counts=True)
         left = self._references[indices] - drops
@@ -204,18 +274,91 @@ class BlockIds:
                 f"{held - int(left.min())} were dropped; drop each once"
             )
         self._references[indices] = left
-        freed: NDArray[np.int64] = indices[left == 0]
+        alone: NDArray[np.int64] = indices[left == 0]
+        kept = self._wanted[alone]
+        self._keep_now(alone[kept])
+        freed = alone[~kept]
         freed_ids: NDArray[np.int64] = self._generations[freed] << INDEX_BITS | freed
         if len(freed):
             self._free(freed)
         return freed_ids
 
+    @_locked
+    def drop_one(self, block_id: int) -> int:
+        """One holder less for an id; how many are left. Raises StaleBlockId."""
+        left = self.refcount(block_id) - 1
+        self.drop_reference([block_id])
+        return left
+
     def _free(self, indices: NDArray[np.int64]) -> None:
         last = self._generations[indices] == LAST_GENERATION
         self._retired[indices[last]] = True
         usable = indices[~last]
-        self._generations[usable] += 1
+        self._wanted[indices] = False
+        self._generations[usable] = np.maximum(
+            self._generations[usable] + 1, self._first_generation
+        )
         self._count_extents(usable, -1)
         self._free_count += len(usable)
         if self.on_freed is not None:
             self.on_freed(indices)
+
+    # Blocks that are kept.
+
+    @_locked
+    def want(self, indices: NDArray[np.int64], depths: NDArray[np.int64]) -> None:
+        """Keep these blocks, in use or kept, when nobody holds them; ``depths``: in the prefix."""
+        self._wanted[indices] = True
+        self._depths[indices] = depths
+
+    @_locked
+    def unwant(self, indices: NDArray[np.int64]) -> None:
+        """Free these blocks when nobody holds them; now, if that is so."""
+        self._wanted[indices] = False
+        self.free_kept(indices)
+
+    def kept(self) -> NDArray[np.int64]:
+        """The ids of blocks that are kept, those to go first in front."""
+        indices = np.flatnonzero(self._kept_since)
+        order = np.lexsort((-self._depths[indices], self._kept_since[indices]))
+        indices = indices[order]
+        return self._generations[indices] << INDEX_BITS | indices
+
+    def restore(self, indices: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+        """Take over blocks found on disk, oldest first, as kept ones. For a new store alone."""
+        assert self.free_count == self.capacity
+        self._generations[indices] = generations
+        self._free_count -= len(indices)
+        self._count_extents(indices, 1)
+        self._clock += len(indices)
+        self._kept_since[indices] = np.arange(1, len(indices) + 1)
+        self._kept_count = len(indices)
+
+    def begin_generations(self, first: int) -> None:
+        """Give no id of an earlier generation than ``first`` to new owners. Before any is given."""
+        self._first_generation = first
+        self._generations[self._available(slice(None))] = first
+
+    @property
+    def last_generation(self) -> int:
+        """The highest generation of any block."""
+        return int(self._generations.max())
+
+    @_locked
+    def free_kept(self, indices: NDArray[np.int64]) -> None:
+        """Free those of the blocks that are kept."""
+        kept = indices[self._kept_since[indices] > 0]
+        self._kept_since[kept] = 0
+        self._kept_count -= len(kept)
+        if len(kept):
+            self._free(kept)
+
+    def _keep_now(self, indices: NDArray[np.int64]) -> None:
+        if len(indices):
+            self._clock += 1
+            self._kept_since[indices] = self._clock
+            self._kept_count += len(indices)
+
+    def _reclaim(self, count: int) -> None:
+        """Free the kept blocks that go first."""
+        self.free_kept(self.kept()[:count] & INDEX_MASK)

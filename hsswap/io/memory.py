@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, HsswapError
 from hsswap.io.base import IOFile, Operation, Transfer
+from hsswap.io.powercut import PowerModel, PowerState
 from hsswap.io.problems import ended_early, io_error
 from hsswap.io.threads import QUEUE_LIMIT, Job, ThreadedIO
 
@@ -53,10 +54,10 @@ class Fault:
     """Something that goes wrong, once or while it applies.
 
     It looks at operations in the order they run (:attr:`MemoryIO.operations`): all of them, or with
-    ``only`` those of one kind ("create", "read", "write", "sync", "remove"), with ``offsets`` only
-    transfers that touch these bytes of a file, (first, end): a bad spot of the drive. Of those it
-    hits ``count`` from number ``at`` on, counted from 0; with None all. TORN and FLIP change
-    transfers alone; SHORT fails the others like ERRNO.
+    ``only`` those of one kind (see :class:`MemoryIO`), with ``offsets`` only transfers that touch
+    these bytes of a file, (first, end): a bad spot of the drive. Of those it hits ``count`` from
+    number ``at`` on, counted from 0; with None all. TORN and FLIP change transfers alone; SHORT
+    fails the others like ERRNO.
     """
 
     kind: FaultKind
@@ -84,26 +85,41 @@ class MemoryFile(IOFile):
 
     __slots__ = ("content",)
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, content: NDArray[np.uint8] | None = None) -> None:
         super().__init__(path, nbytes)
-        self.content: NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
+        self.content = np.zeros(nbytes, np.uint8) if content is None else content
 
 
 class MemoryIO(ThreadedIO):
     """Files in RAM under the same contract; ``faults`` are applied in their order, all that hit.
 
-    ``operations`` lists what has been run: "create", "read", "write", "sync", "remove".
+    ``operations`` lists what has been run: "create", "open", "list", "read", "write", "sync",
+    "remove". ``files``: what is there at the start. With ``power`` it follows what is synced, for
+    :meth:`power_state` and :meth:`power_cut`; ``after_each(self)``, called on its thread after each
+    operation, sees every moment.
     """
 
     name = "memory"
     needs_directory = False
 
-    def __init__(self, faults: Sequence[Fault] = (), *, limit: int = QUEUE_LIMIT) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        limit: int = QUEUE_LIMIT,
+        files: Mapping[Path, NDArray[np.uint8]] | None = None,
+        power: bool = False,
+        after_each: Callable[[MemoryIO], None] | None = None,
+    ) -> None:
         super().__init__(["hsswap-io-memory"], limit)
         self.operations: list[str] = []
         self._faults = tuple(faults)
         self._seen = [0] * len(self._faults)  # operations that each looked at
         self._by_path: dict[Path, MemoryFile] = {}
+        for path, content in (files or {}).items():
+            self._by_path[path] = MemoryFile(path, len(content), content)
+        self._power = PowerModel(files or {}) if power else None
+        self._after_each = after_each
         self._parked: list[Transfer | Job] = []
         self._parking = True
         self._park_lock = threading.Lock()
@@ -115,6 +131,19 @@ class MemoryIO(ThreadedIO):
     def file_at(self, path: Path) -> MemoryFile:
         """The file of that name, for a test that looks at its bytes. KeyError if none."""
         return self._by_path[path]
+
+    def power_state(self) -> PowerState:
+        """What a loss of power now could leave. Needs ``power``; not while operations run, except
+        in ``after_each``.
+        """
+        assert self._power is not None, "made without power=True"
+        return self._power.state()
+
+    def power_cut(self, survives: Callable[[int], bool] = lambda number: False) -> MemoryIO:
+        """A new backend with what a loss of power now leaves: what was synced, and of the rest, in
+        the order it was done, the things of which ``survives(number)`` says so.
+        """
+        return MemoryIO(files=self.power_state().cut(survives), power=True)
 
     async def close(self) -> None:
         with self._park_lock:
@@ -159,6 +188,11 @@ class MemoryIO(ThreadedIO):
                     return
             self._complete(item, self._never_ended())
 
+    def _complete(self, item: Transfer | Job, error: HsswapError | None) -> None:
+        if self._after_each is not None:
+            self._after_each(self)
+        super()._complete(item, error)
+
     def _file_operation(self, operation: str, what: str) -> None:
         for fault in self._faults_of(operation):
             if fault.kind in (FaultKind.ERRNO, FaultKind.SHORT):
@@ -172,14 +206,38 @@ class MemoryIO(ThreadedIO):
         if path in self._by_path:
             raise io_error(errno.EEXIST, f"making {path} of {nbytes} bytes")
         file = self._by_path[path] = MemoryFile(path, nbytes)
+        if self._power is not None:
+            self._power.created(path, nbytes)
         return file
+
+    def _open(self, path: Path, nbytes: int) -> IOFile:
+        self._file_operation("open", f"opening {path}")
+        file = self._by_path.get(path)
+        if file is None:
+            raise io_error(errno.ENOENT, f"opening {path}")
+        if file.nbytes < nbytes:
+            longer = np.zeros(nbytes, np.uint8)
+            longer[: file.nbytes] = file.content
+            if self._power is not None:
+                self._power.written(path, longer, file.nbytes, nbytes)
+            file = self._by_path[path] = MemoryFile(path, nbytes, longer)
+        return file
+
+    def _sizes(self, directory: Path) -> dict[str, int]:
+        self._file_operation("list", f"listing {directory}")
+        files = self._by_path.items()
+        return {path.name: file.nbytes for path, file in files if path.parent == directory}
 
     def _remove(self, file: IOFile) -> None:
         self._file_operation("remove", f"removing {file.path}")
         self._by_path.pop(file.path)
+        if self._power is not None:
+            self._power.removed(file.path)
 
     def _sync(self, file: IOFile) -> None:
         self._file_operation("sync", f"syncing {file.path}")
+        if self._power is not None:
+            self._power.synced(file.path)
 
     def _move(self, transfer: Transfer) -> None:
         operation, nbytes = transfer.operation, transfer.nbytes
@@ -193,11 +251,16 @@ class MemoryIO(ThreadedIO):
         if kinds & {FaultKind.SHORT, FaultKind.TORN}:
             moved = nbytes // 2
         _copy(transfer, moved)
-        if FaultKind.SHORT in kinds:
-            raise ended_early(what, moved, nbytes)
         for fault in faults:
             if fault.kind is FaultKind.FLIP:
                 _flip(transfer, fault.bit)
+        if self._power is not None and transfer.operation is Operation.WRITE:
+            assert isinstance(transfer.file, MemoryFile)
+            end = transfer.offset + nbytes
+            content = transfer.file.content
+            self._power.written(transfer.file.path, content, transfer.offset, end)
+        if FaultKind.SHORT in kinds:
+            raise ended_early(what, moved, nbytes)
 
 
 class _NeverEndsError(BaseException):

@@ -5,8 +5,10 @@ business (:mod:`hsswap.io.store`), moving bytes the backend's.
 
 ::
 
-    begin -> order: waits for its blocks -> segments: waits for its file -> backlog: for room
-               ^                                                                      |
+    begin -> order: waits for its blocks -> journal: for records of what is to be overwritten to
+               ^                                     be cleared (persistent stores alone)
+               |                            -> segments: for its file -> backlog: for room
+               |                                                                      |
                +---- woken by ---- run_done <-- backend <-----------------------------+
                                       |  a failed run of several blocks: each block again, alone
                                       +--> on_done(positions, error)
@@ -18,17 +20,22 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.errors import ClosedError, CorruptBlock, HsswapError, StaleBlockId
+from hsswap.errors import ClosedError, CorruptBlock, HsswapError
 from hsswap.io.base import BlockIO, Operation, Priority
-from hsswap.io.ids import BlockIds, id_of
-from hsswap.io.layout import SegmentLayout
+from hsswap.io.contents import Contents
+from hsswap.io.ids import BlockIds
+from hsswap.io.journal import Journal
+from hsswap.io.refusals import why_refused
 from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, error_of_block
 from hsswap.io.segments import Segments
+from hsswap.io.tickets import Tickets
 
 
 class Counters:
@@ -46,45 +53,71 @@ class Counters:
 class RunMover:
     """Everything between a store's calls and its backend.
 
-    ``checksums`` and ``written``, ``[layers, capacity]``, record the last write of each block: its
-    CRC and its generation, which is 0 when there was none or it failed.
+    ``on_corrupt(index)`` is called when a block came back as another than was written.
     """
 
     def __init__(
-        self, backend: BlockIO, layout: SegmentLayout, directory: Path | None, ids: BlockIds
+        self, backend: BlockIO, ids: BlockIds, contents: Contents, segments: Segments
     ) -> None:
         self.counters = Counters()
-        self.segments = Segments(backend, layout, directory, ids, self._files_ready)
+        self.segments = segments
+        self.tickets = Tickets()
+        self.on_corrupt: Callable[[int], None] = lambda index: None
         self._io = backend
         self._ids = ids
         self._loop = asyncio.get_running_loop()
-        shape = layout.dims.layers, ids.capacity
-        self._checksums = np.zeros(shape, np.uint32)
-        self._written = np.zeros(shape, np.int64)
-        self._order = BlockOrder(*shape)
+        self._contents = contents
+        self._journal: Journal | None = None
+        self._reserved = 0
+        self._order = BlockOrder(*contents.written.shape)
         self._woken: deque[BlockRun] = deque()
         self._ready: list[BlockRun] = []
         # Runs beyond the backend's limit, by priority. At most as many as callers have buffers.
         self._backlog: list[tuple[Priority, int, BlockRun]] = []
         self._sequence = itertools.count()
+        self._done: deque[tuple[BlockRun, HsswapError | None]] = deque()
+        self._reports: deque[tuple[OnBlocksDone, NDArray[np.int64]]] = deque()
         self._closing = False
+        segments.on_ready = self._files_ready
+        backend.after_deliveries = self._settle
+
+    def attach(self, journal: Journal) -> None:
+        """Ask this before blocks are overwritten, and leave it room for one transfer."""
+        self._journal = journal
+        self._reserved = 1
 
     def unreadable(
         self, layer: int, indices: NDArray[np.int64], generations: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Which blocks have no content of their generation, and none on the way."""
-        unknown: NDArray[np.bool_] = self._written[layer, indices] != generations
-        if unknown.any():
+        unknown: NDArray[np.bool_] = self._contents.written[layer, indices] != generations
+        if np.logical_or.reduce(unknown):
             # What is being written now is judged when that is done.
             unknown &= ~self._order.unsettled(layer, indices)
         return unknown
 
-    def begin(self, runs: list[BlockRun]) -> None:
-        """Take runs over. Their reports come later, on the loop."""
-        for run in runs:
-            self.counters.in_flight += run.count
-            if self._order.admit(run):
-                self._start(run)
+    def begin(self, runs: list[BlockRun], indices: NDArray[np.int64]) -> None:
+        """Take the runs of one call over. Their reports come later, on the loop.
+
+        ``indices``: of all their blocks, in the order of the runs.
+        """
+        self.counters.in_flight += len(indices)
+        reading = len(runs) > 0 and runs[0].operation is Operation.READ
+        if reading and self._order.admit_reads(runs[0].layer, indices):
+            crcs = self._contents.checksums[runs[0].layer, indices]
+            begin = 0
+            for run in runs:
+                end = begin + len(run.positions)
+                run.crcs = crcs[begin:end]
+                begin = end
+                if self.segments.enter(run):
+                    self._ready.append(run)
+        else:
+            for run in runs:
+                if not reading:
+                    run.ticket = self.tickets.take(run.count)
+                if self._order.admit(run):
+                    self._start(run)
         self._pump()
 
     def refuse(
@@ -93,28 +126,44 @@ class RunMover:
         indices: NDArray[np.int64],
         positions: NDArray[np.int64],
         notify: OnBlocksDone,
+        *,
+        writing: bool,
     ) -> None:
-        """Report blocks that were not written, or whose ids are free, later, on the loop."""
+        """Report blocks that cannot be read or written, and why, later, on the loop."""
         self.counters.in_flight += len(positions)
         for number, index in enumerate(indices[positions].tolist()):
-            error = self._no_content(layer, index)
+            error = why_refused(self._ids, layer, index, writing=writing)
             where = positions[number : number + 1]
             self._loop.call_soon(self._report, notify, where, error)
 
     def run_done(self, run: BlockRun, error: HsswapError | None) -> None:
-        """A run came back from the backend."""
-        self.counters.calls[run.operation] += 1
+        """A run came back from the backend. What follows is done for all that came in one go."""
+        self._done.append((run, error))
+
+    def _settle(self) -> None:
+        """End the runs that came back. The backend calls it after it delivered some."""
+        good_reads: dict[int, list[BlockRun]] = {}
         try:
-            if error is not None and run.count > 1 and not self._closing:
-                # Which blocks have the fault? Each goes again, alone, still holding its block.
-                self._ready.extend(run.single(number) for number in range(run.count))
-                return
-            self.segments.leave(run)
-            if error is None:
-                self._succeed(run)
-            else:
-                self._fail(run, error)
-        finally:
+            while self._done:
+                run, error = self._done.popleft()
+                self.counters.calls[run.operation] += 1
+                if error is not None and run.count > 1 and not self._closing:
+                    # Which blocks have the fault? Each goes again, alone, holding its block.
+                    self._ready.extend(run.single(number) for number in range(run.count))
+                    continue
+                self.segments.leave(run)
+                if error is not None:
+                    self._fail(run, error)
+                elif run.operation is Operation.READ and run.bad is None:
+                    good_reads.setdefault(run.layer, []).append(run)
+                else:
+                    self._succeed(run)
+        finally:  # also when KeyboardInterrupt or SystemExit came through a report
+            for runs in good_reads.values():
+                self._succeed_reads(runs)
+            self._drain_reports()
+            if self._done:
+                self._loop.call_soon(self._settle)
             self._pump()
 
     def close(self) -> None:
@@ -134,13 +183,31 @@ class RunMover:
         if run.operation is Operation.READ:
             if run.waited and not self._still_readable(run):
                 return
-            run.crcs = self._checksums[run.layer, run.blocks].copy()
+            run.crcs = self._contents.checksums[run.layer, run.blocks].copy()
+        elif self._journal is not None and not self._journal.begin_write(
+            run, partial(self._cleared, run)
+        ):
+            return
         if self.segments.enter(run):
             self._ready.append(run)
 
+    def _cleared(self, run: BlockRun, error: HsswapError | None) -> None:
+        """No record speaks of what a write is about to overwrite, or that could not be done."""
+        assert self._journal is not None
+        if self._closing and error is None:
+            error = ClosedError("the store was closed before the block was moved")
+        if error is not None:
+            self._journal.given_up(run)
+            self._fail(run, error, untouched=True)
+        else:
+            self._journal.overwriting(run)
+            if self.segments.enter(run):
+                self._ready.append(run)
+        self._pump()
+
     def _still_readable(self, run: BlockRun) -> bool:
         """Judge a read by the write it waited for. False: it was taken apart."""
-        known = self._written[run.layer, run.blocks] == run.generations
+        known = self._contents.written[run.layer, run.blocks] == run.generations
         if known.all():
             return True
         for number in range(run.count):
@@ -149,7 +216,8 @@ class RunMover:
                 single.waited = False
                 self._start(single)
             else:
-                self._fail(single, self._no_content(run.layer, single.first), named=True)
+                error = why_refused(self._ids, run.layer, single.first)
+                self._fail(single, error, named=True)
         return False
 
     def _files_ready(self, runs: list[BlockRun], error: HsswapError | None) -> None:
@@ -172,7 +240,7 @@ class RunMover:
                 self._fail(run, ClosedError("the store was closed before the block was moved"))
             else:
                 self._start(run)
-        room = self._io.room
+        room = max(0, self._io.room - self._reserved)
         if not self._backlog and len(self._ready) <= room:
             batch, self._ready = self._ready, []
         else:
@@ -190,12 +258,35 @@ class RunMover:
 
     # On the way out. State first, reports last: a report may call the store again.
 
+    def _succeed_reads(self, runs: list[BlockRun]) -> None:
+        """:meth:`_succeed` for reads of one layer without a fault: one report for each caller."""
+        if not self._order.release_reads(runs):
+            for run in runs:
+                self._woken.extend(self._order.release(run))
+        for notify, group in itertools.groupby(runs, attrgetter("notify")):
+            parts = [run.positions for run in group]
+            positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            self.counters.blocks[Operation.READ] += len(positions)
+            self.counters.nbytes[Operation.READ] += len(positions) * runs[0].span_bytes
+            self._reports.append((notify, positions))
+
+    def _drain_reports(self) -> None:
+        """Tell the callers of reads that succeeded."""
+        try:
+            while self._reports:
+                self._report(*self._reports.popleft(), None)
+        finally:
+            if self._reports:
+                self._loop.call_soon(self._drain_reports)
+
     def _succeed(self, run: BlockRun) -> None:
         good = run.positions
         bad: list[int] = []
         if run.operation is Operation.WRITE:
-            self._checksums[run.layer, run.blocks] = run.crcs
-            self._written[run.layer, run.blocks] = run.generations
+            self._contents.record(run)
+            if self._journal is not None:
+                self._journal.written(run)
+            self.tickets.give_back(run.ticket, run.count)
         elif run.bad is not None:
             bad = np.flatnonzero(run.bad).tolist()
             good = good[~run.bad]
@@ -206,15 +297,22 @@ class RunMover:
         if len(good):
             self._report(run.notify, good, None)
         for number in bad:
+            self.on_corrupt(run.first + number)
             error = CorruptBlock(
                 f"{run.block_name(number)} came back from {run.file.path} with other bytes than "
                 "were written; it was not used, compute it again and check the drive"
             )
             self._report(run.notify, run.positions[number : number + 1], error)
 
-    def _fail(self, run: BlockRun, error: HsswapError, *, named: bool = False) -> None:
+    def _fail(
+        self, run: BlockRun, error: HsswapError, *, named: bool = False, untouched: bool = False
+    ) -> None:
         if run.operation is Operation.WRITE:
-            self._written[run.layer, run.blocks] = 0  # old bytes, new ones or both are there
+            if not untouched:
+                self._contents.forget(run)
+                if self._journal is not None and not isinstance(error, ClosedError):
+                    self._journal.failed(run)
+            self.tickets.give_back(run.ticket, run.count)
         self._woken.extend(self._order.release(run))
         for number in range(run.count):
             problem = error if named else error_of_block(error, run, number)
@@ -230,10 +328,3 @@ class RunMover:
         except Exception as problem:  # the others must still hear of their ends
             context = {"message": f"on_done {notify} raised", "exception": problem}
             self._loop.call_exception_handler(context)
-
-    def _no_content(self, layer: int, index: int) -> HsswapError:
-        generation = int(self._ids.generations(np.array([index]))[0])
-        name = f"layer {layer}, block id {id_of(index, generation)}"
-        if not self._ids.any_used(index, index + 1):
-            return StaleBlockId(f"{name} is not given out; use ids that were not freed")
-        return CorruptBlock(f"{name} has no content: it was not written since it was given out")

@@ -1,7 +1,7 @@
 """The posix backend: preadv and pwritev on a fixed pool of threads, O_DIRECT where it works.
 
-The default everywhere: it needs nothing but Linux, and at 64 KiB and more it moves what io_uring
-moves (``facts/dependencies.md`` 6).
+It needs nothing but Linux. Each run costs two wake-ups of threads and the way through the GIL, so
+``auto`` takes uring where there is one (``hsswap bench io`` shows both).
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_THREADS = 64
 
 
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a loss of power. Blocks; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class VectoredCalls(NamedTuple):
     """The two system calls; tests put others in their place."""
 
@@ -31,13 +40,14 @@ class VectoredCalls(NamedTuple):
 
 
 class PosixFile(IOFile):
-    """A file with its descriptor."""
+    """A file with its descriptor. ``is_new``: its directory does not know it durably yet."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "is_new")
 
-    def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
+    def __init__(self, path: Path, nbytes: int, descriptor: int, *, is_new: bool = True) -> None:
         super().__init__(path, nbytes)
         self.descriptor = descriptor
+        self.is_new = is_new
 
 
 class PosixIO(ThreadedIO):
@@ -68,6 +78,11 @@ class PosixIO(ThreadedIO):
     @property
     def path(self) -> str:
         return self._path
+
+    @property
+    def direct(self) -> bool:
+        """Whether files are opened with O_DIRECT. Known once started."""
+        return self._direct
 
     def _probe(self, directory: Path | None) -> None:
         if directory is None:
@@ -115,6 +130,33 @@ class PosixIO(ThreadedIO):
             raise from_os_error(error, what) from error
         return PosixFile(path, nbytes, descriptor)
 
+    def _open(self, path: Path, nbytes: int) -> IOFile:
+        what = f"opening {path}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise from_os_error(error, what) from error
+        try:
+            if os.fstat(descriptor).st_size < nbytes:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            if self._direct:
+                descriptor = self._reopen_direct(path, descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise from_os_error(error, what) from error
+        return PosixFile(path, nbytes, descriptor, is_new=False)
+
+    def _sizes(self, directory: Path) -> dict[str, int]:
+        try:
+            with os.scandir(directory) as entries:
+                return {
+                    entry.name: entry.stat(follow_symlinks=False).st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except OSError as error:
+            raise from_os_error(error, f"listing {directory}") from error
+
     def _reopen_direct(self, path: Path, descriptor: int) -> int:
         """The descriptor to use for a new file; the other one is closed.
 
@@ -142,6 +184,9 @@ class PosixIO(ThreadedIO):
         assert isinstance(file, PosixFile)
         try:
             os.fdatasync(file.descriptor)
+            if file.is_new:
+                sync_directory(file.path.parent)
+                file.is_new = False
         except OSError as error:
             raise from_os_error(error, f"syncing {file.path}") from error
 
@@ -162,12 +207,13 @@ class PosixIO(ThreadedIO):
             self.alignment,
         )
         if moved.error or moved.nbytes < transfer.nbytes:
-            raise self._failure(transfer, moved)
+            raise transfer_error(transfer, moved)
 
-    @staticmethod
-    def _failure(transfer: Transfer, moved: linux.Moved) -> BlockIOError:
-        verb = "reading" if transfer.operation is Operation.READ else "writing"
-        what = f"{verb} {transfer.nbytes} bytes at {transfer.offset} of {transfer.file.path}"
-        if moved.error:
-            return io_error(moved.error, what)
-        return ended_early(what, moved.nbytes, transfer.nbytes)
+
+def transfer_error(transfer: Transfer, moved: linux.Moved) -> BlockIOError:
+    """The error of a transfer that came only so far."""
+    verb = "reading" if transfer.operation is Operation.READ else "writing"
+    what = f"{verb} {transfer.nbytes} bytes at {transfer.offset} of {transfer.file.path}"
+    if moved.error:
+        return io_error(moved.error, what)
+    return ended_early(what, moved.nbytes, transfer.nbytes)

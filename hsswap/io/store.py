@@ -1,64 +1,43 @@
 """BlockStore: blocks on disk, by layer and index, verified when they come back.
 
 Plain functions on the loop's thread that never wait move all the state; the backend's threads move
-the bytes and compute checksums. This store is temporary: it never syncs, and leaves nothing behind.
+the bytes and compute checksums. A temporary store never syncs, and leaves nothing behind; one with
+``persist`` stays, and what it acknowledged survives a loss of power (:mod:`hsswap.io.journal`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from hsswap.checksum import identity_seeds
 from hsswap.config import ModelDims
-from hsswap.errors import ArgumentError, ClosedError
-from hsswap.io.backends import open_backend
-from hsswap.io.base import BlockIO, IOFile, Operation, Priority
-from hsswap.io.directory import StoreDirectory
-from hsswap.io.ids import BlockIds
-from hsswap.io.layout import SegmentLayout, plan_runs
-from hsswap.io.mover import RunMover
-from hsswap.io.runs import BlockRun, OnBlocksDone, compare_checksums, fill_checksums
+from hsswap.errors import ArgumentError, BlockIOError, ClosedError
+from hsswap.io.base import BlockIO, Operation, Priority
+from hsswap.io.calls import Call, check_codes_version, check_lengths
+from hsswap.io.contents import StoredBlocks
+from hsswap.io.copying import copy_content
+from hsswap.io.ids import index_of
+from hsswap.io.opening import (
+    Places,
+    StoreParts,
+    StoreSettings,
+    close_directories,
+    open_parts,
+)
+from hsswap.io.runs import OnBlocksDone
+from hsswap.io.seed_ids import SeedIds
+from hsswap.io.space import SpaceLimits
+from hsswap.io.statistics import StoreStatistics
 from hsswap.io.waiting import to_the_end, until_done
 
-_NO_FILE = IOFile(Path(), 0)  # until the segment's file is there
 
-
-@dataclass(frozen=True)
-class StoreStatistics:
-    """What a store has done since it was opened."""
-
-    bytes_read: int
-    """Bytes of blocks that were read and verified."""
-    bytes_written: int
-    """Bytes of blocks that were written."""
-    blocks_read: int
-    """Blocks that were read and verified."""
-    blocks_written: int
-    """Blocks that were written."""
-    read_calls: int
-    """Runs handed to the backend for reading, repeated single blocks included."""
-    write_calls: int
-    """Runs handed to the backend for writing, repeated single blocks included."""
-    errors: int
-    """Blocks that ended with an error, and segment files that could not be removed."""
-    checksum_failures: int
-    """Blocks that came back as others than were written; counted in ``errors`` too."""
-    in_flight: int
-    """Blocks asked for and not done."""
-    segment_files: int
-    """Segment files that are there."""
-
-
-class BlockStore:
+class BlockStore(SeedIds):
     """Blocks of a model on disk. Open it with :meth:`open`; leaving ``async with`` closes it.
 
     ``ids`` gives out block ids, valid in every layer. ``path`` says which way the bytes take.
@@ -70,54 +49,67 @@ class BlockStore:
     done, and the other way round.
     """
 
-    def __init__(
-        self, dims: ModelDims, ids: BlockIds, backend: BlockIO, directory: StoreDirectory | None
-    ) -> None:
-        """For :meth:`open`, which starts the backend and locks the directory."""
-        self.dims = dims
-        self.ids = ids
-        self._io = backend
-        self._directory = directory
+    def __init__(self, parts: StoreParts) -> None:
+        """For :meth:`open`."""
+        self.dims = parts.dims
+        self.ids = parts.ids
+        self._io = parts.io
+        self._directories = parts.directories
         self._loop = asyncio.get_running_loop()
-        self._layout = SegmentLayout(dims)
-        place = None if directory is None else directory.path
-        self._mover = RunMover(backend, self._layout, place, ids)
-        ids.on_freed = self._mover.segments.freed
+        self._layout = parts.layout
+        self._contents = parts.contents
+        self._mover = parts.mover
+        self._prefixes = parts.prefixes
+        self._journal = parts.journal
         self._closed: asyncio.Future[None] | None = None  # there once closing began
 
     @classmethod
     async def open(
         cls,
         dims: ModelDims,
-        directory: Path | str | None,
+        directory: Places,
         capacity_blocks: int,
         io: str | BlockIO = "auto",
         io_threads: int = 4,
+        *,
+        persist: bool = False,
+        fingerprint: str = "",
+        salt: bytes | None = None,
+        rank: int = 0,
+        disk_bytes: int | None = None,
+        free_bytes: int = 0,
     ) -> BlockStore:
-        """Lock the directory, clean it, start the backend.
+        """Lock the directory, clean it or take over what is in it, start the backend.
 
-        ``directory``: made if missing; None: a new one in the system's temporary folder; not used
-        by ``"memory"``. ``io``: a name that :func:`open_backend` knows, or a backend not started
-        yet, which the store starts and closes. ``io_threads`` counts for posix alone. Raises
-        StoreLocked, ConfigError, OutOfSpace or BlockIOError, leaving nothing behind.
+        ``directory``: made if missing; several, one a drive: segments go to them in turn; None: a
+        new one in the system's temporary folder; not used by ``"memory"``. ``io``: a name that
+        :func:`open_backend` knows, or a backend not started yet, which the store starts and closes.
+        ``io_threads`` counts for posix alone.
+
+        ``persist``: the store outlives its closing, a crash and a loss of power, and is opened
+        again with the same settings. What :meth:`flush` or :meth:`stored` returned for is there
+        then, as kept ids (``ids.kept``). ``fingerprint`` names the model and its weights, ``rank``
+        the part of it; ``salt``, the key of prefix keys, is drawn when the store is made, or given.
+
+        ``disk_bytes``: what all files together may take; segments that nobody holds go first, then
+        OutOfSpace. ``free_bytes``: what stays free in the file system.
+
+        Raises StoreLocked, ConfigError (also for a store made with other settings), OutOfSpace or
+        BlockIOError, leaving nothing behind and what was stored untouched.
         """
-        ids = BlockIds(capacity_blocks)
-        backend = open_backend(io, threads=io_threads) if isinstance(io, str) else io
-        locked: StoreDirectory | None = None
-        loop = asyncio.get_running_loop()
-        try:
-            if backend.needs_directory:
-                opening = loop.run_in_executor(None, StoreDirectory.open, directory)
-                try:
-                    locked = await until_done(opening)
-                except asyncio.CancelledError:
-                    locked = None if opening.exception() else opening.result()
-                    raise
-            await backend.start(None if locked is None else locked.path)
-            return cls(dims, ids, backend, locked)
-        except BaseException:
-            await to_the_end(backend.close, lambda: _close_directory(locked))
-            raise
+        settings = StoreSettings(
+            dims=dims,
+            directories=directory,
+            capacity_blocks=capacity_blocks,
+            io=io,
+            io_threads=io_threads,
+            persist=persist,
+            fingerprint=fingerprint,
+            salt=salt,
+            rank=rank,
+            limits=SpaceLimits(disk_bytes, free_bytes),
+        )
+        return cls(await open_parts(settings))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -145,9 +137,19 @@ class BlockStore:
         return self._io.path
 
     @property
+    def why(self) -> str:
+        """Why ``auto`` chose this backend, with what it measured; "" for one that was named."""
+        return self._io.why
+
+    @property
     def directory(self) -> Path | None:
-        """Where the files are; None for a backend without files."""
-        return None if self._directory is None else self._directory.path
+        """Where the files are, the first of several; None for a backend without files."""
+        return self._directories[0].path if self._directories else None
+
+    @property
+    def persistent(self) -> bool:
+        """Whether it is there again after it was closed."""
+        return self._journal is not None
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of a block of that layer. Raises ConfigError for a layer out of range."""
@@ -167,6 +169,11 @@ class BlockStore:
             checksum_failures=counters.checksum_failures,
             in_flight=counters.in_flight,
             segment_files=self._mover.segments.file_count,
+            disk_bytes=self._mover.segments.budget.used_bytes,
+            record_bytes_written=self._journal.total_written if self._journal else 0,
+            commits=self._journal.commits if self._journal else 0,
+            kept_blocks=self.ids.kept_count,
+            prefix_blocks=len(self._prefixes.index),
         )
 
     def read(
@@ -188,16 +195,18 @@ class BlockStore:
         which a read that has not begun fails with ETIMEDOUT.
 
         ``on_done(positions, error)`` is called on the loop, later, for groups of positions in the
-        arrays, every position exactly once: those of a run that succeeded together (None), each
-        failed one alone. Its error names layer and id: CorruptBlock for bytes that differ from
-        those written and for a block that was not written, StaleBlockId for an id freed meanwhile,
-        else what the backend reports. What the buffer of a failed block holds is unknown.
+        arrays, every position exactly once: those that succeeded together (None), as many runs as
+        ended in one go, each failed one alone. Its error names layer and id: CorruptBlock for bytes
+        that differ from those written and for a block that was not written, StaleBlockId for an id
+        freed meanwhile, else what the backend reports. What the buffer of a failed block holds is
+        unknown.
 
         Raises ArgumentError or ClosedError, and then does nothing.
         """
-        self._check_call(layer, indices, addresses, priority)
+        self._require_open()
+        call = Call(Operation.READ, layer, indices, addresses, priority, owner, on_done, deadline)
+        call.check(self._layout, self.ids.capacity, self._io.alignment)
         unknown = self._mover.unreadable(layer, indices, self.ids.generations(indices))
-        call = _Call(Operation.READ, layer, indices, addresses, priority, owner, on_done, deadline)
         self._begin(call, unknown)
 
     def write(
@@ -209,20 +218,124 @@ class BlockStore:
         priority: Priority = Priority.WRITE,
         owner: object = None,
         on_done: OnBlocksDone,
+        lengths: ArrayLike | None = None,
+        codes_version: int = 0,
     ) -> None:
         """Write blocks of a layer from memory. Returns at once; on the loop's thread only.
 
         Arguments and reports as in :meth:`read`; the memory must not change until reported. A
         block whose write failed has no content until it is written again. Segment files are made
-        on demand; OutOfSpace is the error of exactly the blocks that found no room.
+        on demand; OutOfSpace is the error of exactly the blocks that found no room. SharedBlock is
+        the error of blocks that several hold, or that have a prefix key.
+
+        ``lengths``: valid tokens of each block, all by default. ``codes_version``: of the codes in
+        the blocks. Both are given back by :meth:`describe`, also by a later process.
         """
-        self._check_call(layer, indices, addresses, priority)
-        unknown = ~self.ids.used(indices)
-        call = _Call(Operation.WRITE, layer, indices, addresses, priority, owner, on_done, None)
-        self._begin(call, unknown)
+        self._require_open()
+        call = Call(Operation.WRITE, layer, indices, addresses, priority, owner, on_done)
+        call.check(self._layout, self.ids.capacity, self._io.alignment)
+        check_codes_version(codes_version)
+        valid = check_lengths(lengths, len(indices), self.dims.block_size)
+        call = call._replace(lengths=valid, codes_version=codes_version)
+        self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices))
+
+    def describe(self, layer: int, indices: NDArray[np.int64]) -> StoredBlocks:
+        """What is known of blocks of a layer, by index: of ids in use or kept."""
+        contents, layers = self._contents, np.full(len(indices), layer)
+        written: NDArray[np.bool_] = contents.written[layer, indices] == self.ids.generations(
+            indices
+        )
+        durable = np.zeros_like(written)
+        if self._journal is not None:
+            durable = written & self._journal.durable(layers, indices)
+        lengths = contents.lengths[layer, indices]
+        return StoredBlocks(written, durable, lengths, contents.codes_versions[layer, indices])
+
+    async def flush(self) -> None:
+        """Wait until every block written so far is stored: in a persistent store it is there after
+        a loss of power.
+
+        Blocks whose write failed are not among them; ``on_done`` told of those. Raises BlockIOError
+        or OutOfSpace when syncing fails; then nothing more than before is known to be stored, and
+        the next call tries again. Calls that overlap share their work.
+        """
+        self._require_open()
+        await self._mover.tickets.until_now()
+        if self._journal is not None:
+            await self._journal.commit()
+
+    async def stored(self, indices: NDArray[np.int64]) -> None:
+        """:meth:`flush` for the blocks of these ids, in every layer: others' faults are not told.
+
+        Raises the error when one of them is not stored.
+        """
+        try:
+            await self.flush()
+        except BlockIOError:
+            for layer in range(self.dims.layers):
+                known = self.describe(layer, indices)
+                if (known.written & ~known.durable).any():
+                    raise
+
+    async def copy_block(self, block_id: int) -> int:
+        """A new id with the content of another in every layer: what may be written in place of a
+        shared block. The caller goes on holding both.
+
+        Raises StaleBlockId, OutOfBlocks, or the error of a read or write; no id is taken then.
+        """
+        self._require_open()
+        source = int(self.ids.check([block_id])[0])
+        copied = int(self.ids.allocate(1)[0])
+        self.ids.add_reference([block_id])  # it must not go meanwhile
+        try:
+            for layer in range(self.dims.layers):
+                await copy_content(self, layer, source, index_of(copied))
+        except BaseException:
+            self.ids.drop_reference([copied])
+            raise
+        finally:
+            self.ids.drop_reference([block_id])
+        return copied
+
+    def prefix_key(self, tokens: ArrayLike) -> bytes:
+        """The key of a prefix of whole blocks: 32 bytes, the same in every process.
+
+        Raises ArgumentError for tokens that are no whole number of blocks.
+        """
+        keys = self._prefixes.keys.of(tokens)
+        count = np.asarray(tokens).size
+        if not keys or count != len(keys) * self.dims.block_size:
+            raise ArgumentError(
+                f"{count} tokens are no whole number of blocks of {self.dims.block_size}"
+            )
+        return keys[-1]
+
+    def commit_prefix(self, tokens: ArrayLike, ids: ArrayLike) -> int:
+        """Give the blocks of a prefix their keys, so that :meth:`find_prefix` finds them.
+
+        ``ids``: of the prefix's blocks from the first on, written in full in every layer and held.
+        From now on they do not change, and when nobody holds them they are kept until room is
+        needed. A key, or a block, that was given already stays as it is. In a persistent store the
+        keys are stored by the next :meth:`flush`. Returns how many blocks got a key.
+
+        Raises StaleBlockId, or ArgumentError for a block that is not written in full.
+        """
+        self._require_open()
+        return self._prefixes.commit(tokens, ids, self.dims.block_size)
+
+    def find_prefix(self, tokens: ArrayLike) -> NDArray[np.int64]:
+        """Ids of the blocks of the longest known prefix of these tokens, a reference taken on each.
+
+        The caller drops the references. A block found may still turn out to be corrupt when read.
+        """
+        self._require_open()
+        return self._prefixes.find(tokens)
 
     async def close(self) -> None:
         """Refuse new work, end what is under way, remove everything made. Twice is fine.
+
+        A persistent store stays, with what has been written; the error of that is raised at the
+        end.
 
         What the backend has not been given yet ends with ClosedError, the rest runs to its end;
         every ``on_done`` is called. Goes on to the end when cancelled meanwhile.
@@ -234,105 +347,30 @@ class BlockStore:
         self._mover.close()
         try:
             await to_the_end(
+                self._last_commit,
                 self._io.close,
-                lambda: _close_directory(self._directory),
+                self._mover.segments.closed,
+                lambda: close_directories(self._directories),
                 lambda: asyncio.sleep(0),  # reports that are due now come before the end
             )
         finally:
             self._closed.set_result(None)
 
-    def _check_call(
-        self,
-        layer: int,
-        indices: NDArray[np.int64],
-        addresses: NDArray[np.uint64],
-        priority: Priority,
-    ) -> None:
+    async def _last_commit(self) -> None:
+        if self._journal is not None:
+            await to_the_end(self._journal.commit, self._journal.close)
+
+    def _require_open(self) -> None:
         if self._closed is not None:
             raise ClosedError(f"{self!r}: open a new store")
-        if not 0 <= layer < self.dims.layers:
-            raise ArgumentError(f"layer {layer} is out of range; there are {self.dims.layers}")
-        if not isinstance(priority, Priority):
-            raise ArgumentError(
-                f"priority {priority!r} is unknown; known: {', '.join(Priority.__members__)}"
-            )
-        for array, name, dtype in (
-            (indices, "indices", np.dtype(np.int64)),
-            (addresses, "addresses", np.dtype(np.uint64)),
-        ):
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                raise ArgumentError(f"{name} must be a one-dimensional {dtype} array")
-        if len(indices) != len(addresses):
-            raise ArgumentError(
-                f"{len(indices)} indices were given with {len(addresses)} addresses"
-            )
-        if len(indices) == 0:
-            return
-        if indices.min() < 0 or indices.max() >= self.ids.capacity:
-            raise ArgumentError(f"a block index is outside 0 to {self.ids.capacity - 1}")
-        bits = int(np.bitwise_or.reduce(addresses))
-        if bits & (self._io.alignment - 1) or not addresses.all():
-            raise ArgumentError(f"addresses must be multiples of {self._io.alignment}, not null")
 
-    def _begin(self, call: _Call, unknown: NDArray[np.bool_]) -> None:
+    def _begin(self, call: Call, unknown: NDArray[np.bool_]) -> None:
         """Hand over runs of the known blocks, and report the others."""
-        positions = np.arange(len(call.indices))
-        if unknown.any():
+        positions = None
+        if np.logical_or.reduce(unknown):
+            positions = np.arange(len(call.indices))
+            writing = call.operation is Operation.WRITE
             refused = positions[unknown]
-            self._mover.refuse(call.layer, call.indices, refused, call.on_done)
+            self._mover.refuse(call.layer, call.indices, refused, call.on_done, writing=writing)
             positions = positions[~unknown]
-        self._mover.begin(self._cut(call, positions))
-
-    def _cut(self, call: _Call, positions: NDArray[np.int64]) -> list[BlockRun]:
-        """Runs over these positions of the call's arrays."""
-        block_bytes = self._layout.block_bytes[call.layer]
-        order, bounds = plan_runs(call.indices[positions], block_bytes)
-        positions = positions[order]
-        indices, addresses = call.indices[positions], call.addresses[positions]
-        generations = self.ids.generations(indices)
-        seeds = identity_seeds(call.layer, indices, generations)
-        writing = call.operation is Operation.WRITE
-        runs = []
-        for begin, end in itertools.pairwise(bounds.tolist()):
-            first = int(indices[begin])
-            run = BlockRun(
-                call.operation,
-                _NO_FILE,
-                self._layout.offset(call.layer, first),
-                addresses[begin:end],
-                block_bytes,
-                call.priority,
-                self._mover.run_done,
-                fill_checksums if writing else None,
-                None if writing else compare_checksums,
-                call.deadline,
-                call.owner,
-                layer=call.layer,
-                first=first,
-                positions=positions[begin:end],
-                generations=generations[begin:end],
-                seeds=seeds[begin:end],
-                notify=call.on_done,
-            )
-            runs.append(run)
-        return runs
-
-
-class _Call(NamedTuple):
-    """The arguments of a read or write."""
-
-    operation: Operation
-    layer: int
-    indices: NDArray[np.int64]
-    addresses: NDArray[np.uint64]
-    priority: Priority
-    owner: object
-    on_done: OnBlocksDone
-    deadline: float | None
-
-
-async def _close_directory(directory: StoreDirectory | None) -> None:
-    """Off the loop, and to the end."""
-    if directory is not None:
-        loop = asyncio.get_running_loop()
-        await until_done(loop.run_in_executor(None, directory.close))
+        self._mover.begin(*call.cut(positions, self._layout, self.ids, self._mover.run_done))

@@ -23,6 +23,7 @@ from hsswap.io.base import (
     Priority,
     QueueFull,
     Transfer,
+    check_transfers,
 )
 from hsswap.io.problems import io_error
 from hsswap.io.waiting import to_the_end, until_done
@@ -88,6 +89,12 @@ class ThreadedIO(BlockIO):
     def _create(self, path: Path, nbytes: int) -> IOFile: ...
 
     @abstractmethod
+    def _open(self, path: Path, nbytes: int) -> IOFile: ...
+
+    @abstractmethod
+    def _sizes(self, directory: Path) -> dict[str, int]: ...
+
+    @abstractmethod
     def _remove(self, file: IOFile) -> None: ...
 
     @abstractmethod
@@ -116,6 +123,10 @@ class ThreadedIO(BlockIO):
             in_flight=self._in_flight,
         )
 
+    def is_open(self, file: IOFile) -> bool:
+        """Whether a file was made here and not removed."""
+        return file in self._files
+
     async def start(self, directory: Path | None) -> None:
         if self._loop is not None:
             raise ArgumentError(f"{self!r} was started before; make a new one")
@@ -137,6 +148,17 @@ class ThreadedIO(BlockIO):
             return file
 
         return self._call(create)
+
+    def open_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
+        def open_() -> IOFile:
+            file = self._open(path, nbytes)
+            self._files.add(file)
+            return file
+
+        return self._call(open_)
+
+    def file_sizes(self, directory: Path) -> asyncio.Future[dict[str, int]]:
+        return self._call(lambda: self._sizes(directory))
 
     def remove_file(self, file: IOFile) -> asyncio.Future[None]:
         if file not in self._files or file.in_flight:
@@ -169,7 +191,7 @@ class ThreadedIO(BlockIO):
         for transfer in batch:
             if transfer.file not in self._files:
                 raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
-            transfer.check(self.alignment)
+        check_transfers(batch, self.alignment)
         for transfer in batch:
             transfer.file.in_flight += 1
         self._in_flight += len(batch)
@@ -220,6 +242,8 @@ class ThreadedIO(BlockIO):
                     self._deliver_job(item, error)
                 else:
                     self._deliver_transfer(item, error)
+                if not completed and self.after_deliveries is not None:
+                    self.after_deliveries()
         finally:
             # Left over only when KeyboardInterrupt or SystemExit came through an on_done.
             if completed and self._loop is not None:

@@ -16,6 +16,11 @@ def _array_type(nbytes: int) -> Any:
     return ctypes.c_uint8 * nbytes
 
 
+def block_view(address: int, nbytes: int) -> Any:
+    """A buffer of ``nbytes`` bytes at an address. No copy, and nothing is kept alive by it."""
+    return _array_type(nbytes).from_address(address)
+
+
 def block_views(addresses: NDArray[np.uint64], nbytes: int) -> Iterator[memoryview]:
     """A view of ``nbytes`` bytes at each address. No copy, and nothing is kept alive by it.
 

@@ -19,6 +19,7 @@ from hsswap.io import open_backend
 from hsswap.io.base import BlockIO, IOFile, Operation, Priority, QueueFull, Transfer
 from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
+from hsswap.io.uring import UringIO
 from tests.io.support import PAGE, Pages, pattern
 from tests.io.transfers import Collector, ignore, run, transfer
 
@@ -26,6 +27,7 @@ LIMIT = 24
 MAKERS: dict[str, Callable[[int], BlockIO]] = {
     "memory": lambda threads: MemoryIO(limit=LIMIT),
     "posix": lambda threads: PosixIO(threads, limit=LIMIT),
+    "uring": lambda threads: UringIO(threads, limit=LIMIT),
 }
 
 
@@ -213,6 +215,23 @@ async def test_an_on_done_that_raises_does_not_stop_the_others(io: BlockIO, file
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError] * 2
 
 
+async def test_after_deliveries_comes_last(io: BlockIO, file: IOFile) -> None:
+    told: list[str] = []
+    io.after_deliveries = lambda: told.append("after")
+    collector = Collector()
+
+    def done(one: Transfer, error: HsswapError | None) -> None:
+        told.append("done")
+        collector(one, error)
+
+    pages = [Pages(1) for _ in range(8)]
+    io.submit([transfer(Operation.READ, file, one, done, 0) for one in pages])
+    await collector.all(8)
+    assert told.count("done") == 8
+    assert told[-1] == "after"
+    assert told.count("after") <= 8
+
+
 async def test_needed_reads_overtake_prefetch_and_writes(
     make: Callable[[int], BlockIO], tmp_path: Path
 ) -> None:
@@ -365,10 +384,13 @@ async def test_closing_what_was_not_started(make: Callable[[int], BlockIO]) -> N
 
 
 def test_names() -> None:
-    assert open_backend("auto").name == "posix"
+    assert open_backend("auto").name == "auto"
+    assert open_backend("uring").name == "uring"
     assert open_backend("posix", threads=2).name == "posix"
     assert open_backend("memory").name == "memory"
-    with pytest.raises(ConfigError, match=r"'floppy' is unknown; known: auto, posix, memory"):
+    with pytest.raises(
+        ConfigError, match=r"'floppy' is unknown; known: auto, posix, uring, memory"
+    ):
         open_backend("floppy")
     with pytest.raises(ConfigError, match="io_threads is 0"):
         open_backend("posix", threads=0)

@@ -228,7 +228,7 @@ async def test_a_backend_that_does_not_start_leaves_nothing(tmp_path: Path) -> N
 
 
 async def test_names_and_sizes_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="known: auto, posix, memory"):
+    with pytest.raises(ConfigError, match="known: auto, posix, uring, memory"):
         await BlockStore.open(DIMS, tmp_path / "store", 300, io="floppy")
     with pytest.raises(ConfigError, match="capacity"):
         await BlockStore.open(DIMS, tmp_path / "store", 0)

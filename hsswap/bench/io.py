@@ -1,0 +1,263 @@
+"""``hsswap bench io``: how fast blocks come from a drive, beside plain readers on the same files.
+
+Every backend reads (and overwrites) random blocks of a store through the public call, checksums
+included, in turn with a reader in C on the same files, one short slice each, so that whatever else
+happens on the machine meets all alike. A ratio is taken within one turn; of all turns the median
+counts, with the interval that holds it with 95 %. Before that every block is written, read back and
+compared once. The page cache has no part where ``path`` says O_DIRECT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from hsswap.bench.figures import SLICES_MIN, interval_of_median, machine, percentile
+from hsswap.bench.io_arms import (
+    FilledStore,
+    ReaderArm,
+    Slice,
+    StoreArm,
+    compile_reader,
+    run_fio,
+)
+from hsswap.bench.io_kvikio import KvikioArm
+from hsswap.errors import ArgumentError
+from hsswap.io import BACKENDS
+from hsswap.io.base import Operation
+
+KIB = 1024
+BLOCKS_KIB, DEPTHS = (12, 64, 256, 1024), (1, 8, 64)
+QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
+ENGINES = ("threads", "uring")
+SLICE_S, QUICK_SLICE_S = 0.1, 0.02
+FIO_S = 1
+Row = dict[str, Any]
+
+
+class Arm(Protocol):
+    """Something that takes turns."""
+
+    name: str
+    path: str
+
+    async def slice(self, seconds: float) -> Slice:
+        """Work that long."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("--dir", type=Path, metavar="D", help="where the stores are made (the temporary folder)")
+    add("--json", action="store_true", help="one object on stdout and nothing else")
+    add("--quick", action="store_true", help="64 KiB at depth 64 alone, short slices")
+    add("--plot", type=Path, metavar="F", help="a picture of MB/s and processor time")
+    add("--out", type=Path, metavar="F", help="write the object of --json to a file, too")
+    add("--backends", default="posix,uring", metavar="A,B", help="default: posix,uring")
+    add("--blocks", metavar="K,K", help="block sizes in KiB (12,64,256,1024)")
+    add("--depths", metavar="N,N", help="blocks in flight (1,8,64)")
+    add("--slices", type=int, default=SLICES_MIN, metavar="N", help="turns of each (20)")
+    add("--data-mib", type=int, default=256, metavar="N", help="size of each store (256)")
+    add("--operations", default="read,write", metavar="A,B", help="default: read,write")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command: 0. Raises HsswapError when it cannot be run or bytes came back wrong."""
+    plan = _Plan(args)
+    if args.plot is not None:
+        from hsswap.commands.plot import check_plot
+
+        check_plot(args.plot)
+    report = asyncio.run(_measure(plan))
+    text = json.dumps(report, indent=1)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    if args.plot is not None:
+        from hsswap.bench.io_plot import draw
+
+        draw(args.plot, report)
+    return 0
+
+
+class _Plan:
+    """The arguments, checked."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.backends = args.backends.split(",")
+        if unknown := [name for name in self.backends if name not in BACKENDS]:
+            raise ArgumentError(f"--backends {unknown[0]} is unknown; known: {', '.join(BACKENDS)}")
+        self.blocks_kib = _numbers(args.blocks, QUICK_KIB if args.quick else BLOCKS_KIB, "--blocks")
+        self.depths = _numbers(args.depths, QUICK_DEPTHS if args.quick else DEPTHS, "--depths")
+        names = [operation.value for operation in Operation]
+        wanted = args.operations.split(",")
+        if unknown := [name for name in wanted if name not in names]:
+            raise ArgumentError(f"--operations {unknown[0]} is unknown; known: {', '.join(names)}")
+        self.operations = [Operation(name) for name in wanted]
+        if args.slices < SLICES_MIN:
+            raise ArgumentError(f"--slices {args.slices}: a ratio needs {SLICES_MIN} and more")
+        if args.data_mib < 1:
+            raise ArgumentError(f"--data-mib {args.data_mib}: at least 1")
+        if args.dir is not None and not args.dir.is_dir():
+            raise ArgumentError(f"--dir {args.dir} is no directory; make it, or name another")
+        self.slices: int = args.slices
+        self.slice_s = QUICK_SLICE_S if args.quick else SLICE_S
+        self.data_bytes = args.data_mib << 20
+        self.directory: Path | None = args.dir
+        self.people = sys.stderr if args.json else sys.stdout
+
+
+def _numbers(text: str | None, default: Sequence[int], name: str) -> list[int]:
+    if text is None:
+        return list(default)
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ArgumentError(f"{name} {text}: positive numbers with commas between")
+    return [int(part) for part in parts]
+
+
+async def _measure(plan: _Plan) -> dict[str, Any]:
+    """All sizes, one after the other, each with stores of its own."""
+    rows: list[Row] = []
+    about = machine()  # the load is that of others, as it was before
+    with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=plan.directory) as folder:
+        place = Path(folder)
+        program = compile_reader(place)
+        for kib in plan.blocks_kib:
+            block_bytes = kib * KIB
+            count = max(plan.data_bytes // block_bytes, max(plan.depths))
+            async with AsyncExitStack() as stack:
+                stores = []
+                for name in plan.backends:
+                    made = await FilledStore.make(name, place / f"{name}-{kib}", block_bytes, count)
+                    stores.append(await _entered(stack, made))
+                for operation in plan.operations:
+                    for depth in plan.depths:
+                        found = await _compare(plan, stores, program, operation, depth)
+                        rows.extend(found)
+                        _print(plan, found)
+        where = str(plan.directory or Path(tempfile.gettempdir()))
+    return {
+        "bench": "io",
+        "machine": about,
+        "directory": where,
+        "slices": plan.slices,
+        "slice_s": plan.slice_s,
+        "verified": True,
+        "destination": "host memory",
+        "results": rows,
+    }
+
+
+async def _entered(stack: AsyncExitStack, made: FilledStore) -> FilledStore:
+    stack.push_async_callback(made.store.close)
+    return made
+
+
+async def _compare(
+    plan: _Plan, stores: list[FilledStore], program: Path, operation: Operation, depth: int
+) -> list[Row]:
+    """One size, operation and depth: everybody in turn. The readers use the last store's files."""
+    block_bytes = stores[0].store.block_bytes(0)
+    files = stores[-1].files()
+    arms: list[Arm] = [StoreArm(filled, operation, depth) for filled in stores]
+    ours = len(arms)
+    found: dict[str, list[Slice]] = {}
+    try:
+        for engine in ENGINES:
+            arms.append(ReaderArm(program, engine, operation, block_bytes, depth, files))
+        if operation is Operation.READ and (kvikio := KvikioArm.make(files, block_bytes, depth)):
+            arms.append(kvikio)
+        for arm in arms:  # once for nothing: first uses, and the drive wakes up
+            await arm.slice(plan.slice_s)
+        for turn in range(plan.slices):
+            for arm in arms if turn % 2 else arms[::-1]:
+                found.setdefault(arm.name, []).append(await arm.slice(plan.slice_s))
+    finally:
+        for arm in arms:
+            await arm.close()
+    rows = [_row(arm, found[arm.name], operation, block_bytes, depth) for arm in arms]
+    readers = [f"c-{engine}" for engine in ENGINES]
+    best = max(readers, key=lambda name: interval_of_median(_rates(found[name])).median)
+    for row, arm in zip(rows[:ours], arms, strict=False):
+        row["of_reader"] = _ratio(found[arm.name], found[best])
+        row["reader"] = best
+        row |= {f"of_{name}": _ratio(found[arm.name], found[name]) for name in readers}
+        if "kvikio" in found:
+            row["of_kvikio"] = _ratio(found[arm.name], found["kvikio"])
+    loop = asyncio.get_running_loop()
+    fio = await loop.run_in_executor(None, run_fio, files, operation, block_bytes, depth, FIO_S)
+    if fio is not None:
+        rows.append(_figures("fio", "O_DIRECT", [fio], operation, block_bytes, depth))
+    return rows
+
+
+def _rates(slices: list[Slice]) -> list[float]:
+    return [one.operations / one.wall_s for one in slices]
+
+
+def _ratio(ours: list[Slice], theirs: list[Slice]) -> list[float]:
+    """Median, low and high end of the ratios of the turns."""
+    pairs = zip(_rates(ours), _rates(theirs), strict=True)
+    return [round(value, 3) for value in interval_of_median([a / b for a, b in pairs])]
+
+
+def _row(arm: Arm, slices: list[Slice], operation: Operation, nbytes: int, depth: int) -> Row:
+    return _figures(arm.name, arm.path, slices, operation, nbytes, depth)
+
+
+def _figures(
+    name: str, path: str, slices: list[Slice], operation: Operation, block_bytes: int, depth: int
+) -> Row:
+    """What is reported of one arm."""
+    rate = interval_of_median([block_bytes * rate / 1e6 for rate in _rates(slices)])
+    processor = interval_of_median([1e6 * one.processor_s / one.operations for one in slices])
+    row: Row = {
+        "arm": name,
+        "path": path,
+        "operation": operation.value,
+        "block_kib": block_bytes // KIB,
+        "depth": depth,
+        "mb_per_s": round(rate.median, 1),
+        "mb_per_s_95": [round(rate.low, 1), round(rate.high, 1)],
+        "processor_us_per_block": round(processor.median, 2),
+        "processor_us_per_block_95": [round(processor.low, 2), round(processor.high, 2)],
+    }
+    lags = [lag for one in slices for lag in one.lags]
+    if lags:
+        row["loop_lag_ms"] = {
+            "p50": round(1e3 * percentile(lags, 0.5), 3),
+            "p99": round(1e3 * percentile(lags, 0.99), 3),
+            "timers": len(lags),
+        }
+    return row
+
+
+def _print(plan: _Plan, rows: list[Row]) -> None:
+    """The table for people, one part of it."""
+    first = rows[0]
+    title = f"{first['operation']} {first['block_kib']} KiB, {first['depth']} in flight"
+    print(f"{title:34}    MB/s  us/block  lag p50/p99 ms  of the reader in C", file=plan.people)
+    for row in rows:
+        lag = row.get("loop_lag_ms")
+        lags = f"{lag['p50']:6.2f} {lag['p99']:7.2f}" if lag else ""
+        ratio = row.get("of_reader")
+        of_reader = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""
+        name = f"  {row['arm']} ({row['path']})"
+        print(
+            f"{name:34}{row['mb_per_s']:8.0f}{row['processor_us_per_block']:10.1f}"
+            f"  {lags:14}  {of_reader}",
+            file=plan.people,
+            flush=True,
+        )

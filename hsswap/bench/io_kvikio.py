@@ -1,0 +1,84 @@
+"""kvikio called directly, as a stranger would: reads of the same blocks into host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsswap.bench.io_arms import Memory, Slice
+
+THREADS_MAX = 16
+
+
+class KvikioArm:
+    """``CuFile.pread`` futures, ``depth`` in flight, waited for in the order they were begun."""
+
+    name = "kvikio"
+
+    def __init__(self, files: Sequence[Path], block_bytes: int, depth: int) -> None:
+        import kvikio
+        import kvikio.defaults
+
+        kvikio.defaults.set(
+            {
+                "num_threads": min(depth, THREADS_MAX),
+                "gds_threshold": 0,
+                "auto_direct_io_read": True,
+            }
+        )
+        direct = kvikio.defaults.get("compat_mode")
+        self.path = f"kvikio, compatibility {getattr(direct, 'name', direct)}"
+        self._files: list[Any] = [kvikio.CuFile(str(path), "r") for path in files]
+        self._blocks = [path.stat().st_size // block_bytes for path in files]
+        self._memory = Memory(depth, block_bytes)
+        self._rng = np.random.default_rng(3)
+
+    @classmethod
+    def make(cls, files: Sequence[Path], block_bytes: int, depth: int) -> KvikioArm | None:
+        """None where kvikio or the NVIDIA driver is not: it asks the driver at every transfer."""
+        if importlib.util.find_spec("kvikio") is None:
+            return None
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return None
+        return cls(files, block_bytes, depth)
+
+    async def slice(self, seconds: float) -> Slice:
+        """Work that long, in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._run, seconds)
+
+    def _run(self, seconds: float) -> Slice:
+        wall, processor = time.perf_counter(), time.process_time()
+        deadline, operations = wall + seconds, 0
+        free, flying = deque(range(len(self._memory.blocks))), deque[tuple[int, Any]]()
+        block_bytes = self._memory.blocks.shape[1]
+        while True:
+            if free and time.perf_counter() < deadline:
+                slot = free.popleft()
+                number = int(self._rng.integers(0, len(self._files)))
+                offset = int(self._rng.integers(0, self._blocks[number])) * block_bytes
+                block = self._memory.blocks[slot]
+                flying.append((slot, self._files[number].pread(block, block_bytes, offset)))
+            elif flying:
+                slot, future = flying.popleft()
+                assert future.get() == block_bytes
+                operations += 1
+                free.append(slot)
+            else:
+                break
+        used = time.process_time() - processor
+        return Slice(operations, time.perf_counter() - wall, used)
+
+    async def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()

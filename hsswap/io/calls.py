@@ -1,0 +1,130 @@
+"""A store's read or write call: checked, then cut into runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.checksum import identity_seeds
+from hsswap.errors import ArgumentError
+from hsswap.io.base import IOFile, Operation, Priority
+from hsswap.io.ids import BlockIds
+from hsswap.io.layout import SegmentLayout, plan_runs
+from hsswap.io.runs import BlockRun, OnBlocksDone, compare_checksums, fill_checksums
+
+_NO_FILE = IOFile(Path(), 0)  # until the segment's file is there
+
+
+class Call(NamedTuple):
+    """The arguments of a read or write. ``lengths``: valid tokens of each block (writes)."""
+
+    operation: Operation
+    layer: int
+    indices: NDArray[np.int64]
+    addresses: NDArray[np.uint64]
+    priority: Priority
+    owner: object
+    on_done: OnBlocksDone
+    deadline: float | None = None
+    lengths: NDArray[np.uint16] | None = None
+    codes_version: int = 0
+
+    def check(self, layout: SegmentLayout, capacity: int, alignment: int) -> None:
+        """Raise ArgumentError for what cannot be read or written."""
+        layers = layout.dims.layers
+        if not 0 <= self.layer < layers:
+            raise ArgumentError(f"layer {self.layer} is out of range; there are {layers}")
+        if not isinstance(self.priority, Priority):
+            raise ArgumentError(
+                f"priority {self.priority!r} is unknown; known: {', '.join(Priority.__members__)}"
+            )
+        _check_array(self.indices, "indices", np.dtype(np.int64))
+        _check_array(self.addresses, "addresses", np.dtype(np.uint64))
+        if len(self.indices) != len(self.addresses):
+            raise ArgumentError(
+                f"{len(self.indices)} indices were given with {len(self.addresses)} addresses"
+            )
+        if len(self.indices) == 0:
+            return
+        # The ufuncs' own reduce: the methods of arrays take three times as long for a few entries.
+        # As unsigned numbers negative ones are beyond every capacity.
+        if int(np.maximum.reduce(self.indices.view(np.uint64))) >= capacity:
+            raise ArgumentError(f"a block index is outside 0 to {capacity - 1}")
+        bits = int(np.bitwise_or.reduce(self.addresses))
+        if bits & (alignment - 1) or not np.minimum.reduce(self.addresses):
+            raise ArgumentError(f"addresses must be multiples of {alignment}, not null")
+
+    def cut(
+        self,
+        positions: NDArray[np.int64] | None,
+        layout: SegmentLayout,
+        ids: BlockIds,
+        run_done: Callable[[Any, Any], None],
+    ) -> tuple[list[BlockRun], NDArray[np.int64]]:
+        """Runs over these positions of the call's arrays (None: all), and the indices in order."""
+        block_bytes = layout.block_bytes[self.layer]
+        chosen = self.indices if positions is None else self.indices[positions]
+        order, bounds = plan_runs(chosen, block_bytes)
+        positions = order if positions is None else positions[order]
+        indices, addresses = self.indices[positions], self.addresses[positions]
+        generations = ids.generations(indices)
+        seeds = identity_seeds(self.layer, indices, generations)
+        writing = self.operation is Operation.WRITE
+        lengths = None if self.lengths is None else self.lengths[positions]
+        firsts = indices[bounds[:-1]]
+        offsets = layout.offsets(self.layer, firsts).tolist()
+        edges = itertools.pairwise(bounds.tolist())
+        runs = []
+        for first, offset, (begin, end) in zip(firsts.tolist(), offsets, edges, strict=True):
+            run = BlockRun(
+                self.operation,
+                _NO_FILE,
+                offset,
+                addresses[begin:end],
+                block_bytes,
+                self.priority,
+                run_done,
+                fill_checksums if writing else None,
+                None if writing else compare_checksums,
+                self.deadline,
+                self.owner,
+                True,
+                layer=self.layer,
+                first=first,
+                positions=positions[begin:end],
+                generations=generations[begin:end],
+                seeds=seeds[begin:end],
+                notify=self.on_done,
+            )
+            if lengths is not None:
+                run.lengths, run.codes_version = lengths[begin:end], self.codes_version
+            runs.append(run)
+        return runs, indices
+
+
+def check_lengths(lengths: object, count: int, block_size: int) -> NDArray[np.uint16]:
+    """Valid tokens of each of ``count`` blocks; None: all. Raises ArgumentError."""
+    if lengths is None:
+        return np.full(count, block_size, np.uint16)
+    array = np.asarray(lengths)
+    if array.shape != (count,) or array.dtype.kind not in "iu":
+        raise ArgumentError(f"lengths must be one-dimensional with {count} integers")
+    if count and not 0 <= array.min() <= array.max() <= block_size:
+        raise ArgumentError(f"a length is outside 0 to {block_size}, the tokens of a block")
+    return array.astype(np.uint16)
+
+
+def check_codes_version(version: int) -> None:
+    """Raise ArgumentError unless it fits its place in a record."""
+    if not 0 <= version < 1 << 32:
+        raise ArgumentError(f"codes_version is {version}; it must be from 0 to 2**32 - 1")
+
+
+def _check_array(array: object, name: str, dtype: np.dtype[Any]) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        raise ArgumentError(f"{name} must be a one-dimensional {dtype} array")

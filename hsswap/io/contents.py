@@ -1,0 +1,49 @@
+"""What a store knows of the blocks written to it: arrays by layer and index. Pure state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.io.runs import BlockRun
+
+
+class StoredBlocks(NamedTuple):
+    """What is known of some blocks, an entry each.
+
+    ``written``: it has content of its id's generation. ``durable``: which survives a loss of power
+    as far as the store knows. ``lengths``: valid tokens. ``codes_versions``: of the predictor's
+    codes in it, 0 without any.
+    """
+
+    written: NDArray[np.bool_]
+    durable: NDArray[np.bool_]
+    lengths: NDArray[np.uint16]
+    codes_versions: NDArray[np.uint32]
+
+
+class Contents:
+    """``[layers, capacity]`` each: checksum, valid tokens and codes version of the last write, and
+    its generation, which is 0 when there was none or it failed.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        shape = layers, capacity
+        self.checksums = np.zeros(shape, np.uint32)
+        self.written = np.zeros(shape, np.int64)
+        self.lengths = np.zeros(shape, np.uint16)
+        self.codes_versions = np.zeros(shape, np.uint32)
+
+    def record(self, run: BlockRun) -> None:
+        """A write succeeded."""
+        place = run.layer, run.blocks
+        self.checksums[place] = run.crcs
+        self.lengths[place] = run.lengths
+        self.codes_versions[place] = run.codes_version
+        self.written[place] = run.generations
+
+    def forget(self, run: BlockRun) -> None:
+        """A write failed: old bytes, new ones or both are there."""
+        self.written[run.layer, run.blocks] = 0

@@ -1,0 +1,82 @@
+"""One thread that runs the hooks of transfers: checksums too long for the loop's thread."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from hsswap.errors import BlockIOError, HsswapError
+from hsswap.io.base import Operation, Transfer
+
+
+def run_hook(transfer: Transfer) -> HsswapError | None:
+    """Run ``prepare`` of a write or ``verify`` of a read, if there is one. Returns its error."""
+    hook = transfer.verify if transfer.operation is Operation.READ else transfer.prepare
+    try:
+        if hook is not None:
+            hook(transfer)
+    except HsswapError as problem:
+        return problem
+    except Exception as problem:  # a fault of ours: whoever waits must hear of it
+        error = BlockIOError(f"a hook failed: unexpected {problem!r}; please report it")
+        error.__cause__ = problem
+        return error
+    return None
+
+
+class HookThread:
+    """Runs hooks in the order of their priority, and within one in the order given.
+
+    ``done``: transfers with what :func:`run_hook` returned, for the loop to take out. ``wake()`` is
+    called on the thread after the first one that the loop has not been woken for.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self.done: deque[tuple[Transfer, HsswapError | None]] = deque()
+        self._wake = wake
+        self._condition = threading.Condition(threading.Lock())
+        self._queue: list[tuple[int, int, Transfer]] = []
+        self._sequence = 0
+        self._stopping = False
+        self._wake_pending = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def push(self, transfers: list[Transfer]) -> None:
+        """Queue the hooks of transfers."""
+        with self._condition:
+            for transfer in transfers:
+                self._sequence += 1
+                heapq.heappush(self._queue, (transfer.priority, self._sequence, transfer))
+            self._condition.notify()
+
+    def take(self) -> list[tuple[Transfer, HsswapError | None]]:
+        """What has been done since the last call."""
+        self._wake_pending = False
+        taken = []
+        while self.done:
+            taken.append(self.done.popleft())
+        return taken
+
+    def stop(self) -> None:
+        """End the thread, which must be idle."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue:
+                    if self._stopping:
+                        return
+                    self._condition.wait()
+                transfer = heapq.heappop(self._queue)[2]
+            self.done.append((transfer, run_hook(transfer)))
+            del transfer  # an idle thread must not keep a buffer alive
+            if not self._wake_pending:
+                self._wake_pending = True
+                self._wake()

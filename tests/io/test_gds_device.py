@@ -1,0 +1,437 @@
+"""What gds does beyond the contract: device memory, kvikio's settings, both paths told apart.
+
+It needs kvikio and the stand-ins of libcuda and libcufile; test_gds.py runs this file on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import importlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsswap.errors import ArgumentError, BlockIOError
+from hsswap.io import BlockStore, open_backend
+from hsswap.io.base import Operation
+from hsswap.io.gds import Compatibility, GdsIO
+from hsswap.io.gds_driver import GdsUnavailable
+from hsswap.io.gds_kvikio import Kvikio
+from hsswap.io.gds_probe import Reason, why_no_gpudirect
+from tests.io.gds_support import (
+    DeviceMemory,
+    DevicePages,
+    device_transfer,
+    missing_here,
+    stand_in,
+)
+from tests.io.support import BLOCK, DIMS, PAGE, Pages, fresh, pattern, read, write
+from tests.io.transfers import ignore, run, transfer
+
+if missing := missing_here():
+    pytest.skip(missing, allow_module_level=True)
+if stand_in() is None:
+    pytest.skip("it needs the stand-ins, and this is a real driver", allow_module_level=True)
+
+pytestmark = [pytest.mark.gds]
+
+COPY = "cuMemcpyBatchAsync_v2"  # kvikio's copy on the driver of CUDA 13
+CUDA_ERROR_LAUNCH_FAILED = 719
+SETTINGS = ("num_threads", "task_size", "gds_threshold", "auto_direct_io_read", "compat_mode")
+
+
+class Drivers:
+    """The counters of the stand-ins."""
+
+    def __init__(self) -> None:
+        self._cuda = stand_in()
+        self._cufile = ctypes.CDLL("libcufile.so.0")
+
+    def count(self, name: str) -> int:
+        """Calls of a driver function, or what is live."""
+        found: int = self._cuda.fake_cuda_count(name.encode())
+        return found
+
+    def cufile(self, name: str) -> int:
+        """The same of cuFile."""
+        found: int = self._cufile.fake_cufile_count(name.encode())
+        return found
+
+    def fail(self, name: str, nth: int, code: int) -> None:
+        """Let the n-th next call of a driver function fail."""
+        self._cuda.fake_cuda_fail(name.encode(), nth, code)
+
+    def open_cufile(self) -> None:
+        """As another library of the process would."""
+        self._cufile.cuFileDriverOpen()
+
+    def close_cufile(self) -> None:
+        """Undo that."""
+        self._cufile.cuFileDriverClose()
+
+
+def settings() -> dict[str, Any]:
+    """What kvikio is set to."""
+    defaults = importlib.import_module("kvikio.defaults")
+    return {name: defaults.get(name) for name in SETTINGS}
+
+
+ORIGINAL_SETTINGS = settings()
+
+
+@pytest.fixture
+def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
+    """Stand-ins with GPUDirect. All pinned, open, registered or set must be back at the end."""
+    monkeypatch.setenv("FAKE_CUFILE", "gds")
+    monkeypatch.setattr(DevicePages, "memory", DeviceMemory(), raising=False)
+    found = Drivers()
+    yield found
+    assert found.count("live host") == 0
+    for name in ("live files", "live registrations", "early closes", "open"):
+        assert found.cufile(name) == 0, name
+    assert settings() == ORIGINAL_SETTINGS
+
+
+def compatible(threads: int = 1) -> GdsIO:
+    return GdsIO(threads, compatibility=Compatibility.FORCED)
+
+
+def gpudirect(threads: int = 1) -> GdsIO:
+    return GdsIO(threads, why_not=lambda directory: [])
+
+
+@pytest.fixture(params=[compatible, gpudirect])
+def backend(request: pytest.FixtureRequest, drivers: Drivers) -> GdsIO:
+    made: GdsIO = request.param()
+    return made
+
+
+async def test_an_error_is_the_error_of_its_transfer(drivers: Drivers, tmp_path: Path) -> None:
+    io = compatible()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 8 * PAGE)
+    pages = [DevicePages(1) for _ in range(4)]
+    drivers.fail(COPY, 3, CUDA_ERROR_LAUNCH_FAILED)
+    errors = await run(
+        io, *(device_transfer(Operation.READ, file, one, ignore, i * PAGE) for i, one in
+              enumerate(pages))
+    )  # fmt: skip
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert isinstance(errors[2], BlockIOError)
+    assert f"reading {PAGE} bytes at {2 * PAGE}" in str(errors[2])
+    assert io.statistics().errors == 1
+    await io.close()
+
+
+async def test_one_of_many_pieces_fails_and_the_rest_have_ended(
+    drivers: Drivers, tmp_path: Path
+) -> None:
+    io = compatible()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 8 * PAGE)
+    scattered, other = (
+        device_transfer(Operation.READ, file, DevicePages(count), ignore) for count in (8, 2)
+    )
+    for one in (scattered, other):
+        one.addresses = one.addresses[::-1].copy()
+    before = drivers.count(COPY)
+    drivers.fail(COPY, 2, CUDA_ERROR_LAUNCH_FAILED)
+    errors = await run(io, scattered, other)
+    assert isinstance(errors[0], BlockIOError)
+    assert errors[1] is None
+    assert drivers.count(COPY) == before + 8 + 2  # nothing was left running
+    await io.close()
+
+
+async def test_a_file_that_was_cut_short(backend: GdsIO, tmp_path: Path) -> None:
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 8 * PAGE)
+    os.truncate(file.path, 2 * PAGE)
+    reads = [device_transfer(Operation.READ, file, DevicePages(2), ignore, at * PAGE)
+             for at in (0, 1, 4)]  # fmt: skip
+    errors = await run(backend, *reads)
+    assert errors[0] is None
+    assert [type(error) for error in errors[1:]] == [BlockIOError, BlockIOError]
+    await backend.close()
+
+
+async def test_spans_in_several_allocations_and_neighbours_in_one_call(
+    drivers: Drivers, tmp_path: Path
+) -> None:
+    io = gpudirect()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 16 * PAGE)
+    first, second = DevicePages(8), DevicePages(8)
+    first.spans[:], second.spans[:] = pattern(8, PAGE, 1), pattern(8, PAGE, 2)
+    second.upload()
+    sent = device_transfer(Operation.WRITE, file, first, ignore)
+    sent.addresses = np.concatenate([first.addresses, second.addresses])
+    writes, reads = drivers.cufile("writes"), drivers.cufile("reads")
+    assert await run(io, sent) == [None]
+    assert drivers.cufile("writes") == writes + 2
+    host = Pages(16)
+    assert await run(io, transfer(Operation.READ, file, host, ignore)) == [None]
+    assert np.array_equal(host.spans, np.concatenate([first.spans, second.spans]))
+    assert drivers.cufile("reads") == reads  # host memory takes no detour
+    await io.close()
+
+
+async def test_memory_that_belongs_to_no_context(backend: GdsIO, tmp_path: Path) -> None:
+    memory = DevicePages.memory
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 4 * PAGE)
+    address = memory.allocate_pooled(4 * PAGE)
+    host = Pages(4)
+    host.spans[:] = pattern(4, PAGE, 5)
+    assert await run(backend, transfer(Operation.WRITE, file, host, ignore)) == [None]
+    pooled = transfer(Operation.READ, file, host, ignore)
+    pooled.addresses = np.arange(4, dtype=np.uint64) * np.uint64(PAGE) + np.uint64(address)
+    assert await run(backend, pooled) == [None]
+    found = np.empty((4, PAGE), np.uint8)
+    memory.on_device(memory.driver.download, found.ctypes.data, address, found.nbytes)
+    assert np.array_equal(found, host.spans)
+    memory.free_pooled(address)
+    await backend.close()
+
+
+async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: Path) -> None:
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 8 * PAGE)
+    host, device = Pages(2), DevicePages(2)
+    mixed = transfer(Operation.READ, file, host, ignore)
+    mixed.addresses = np.array([device.addresses[0], host.addresses[0]], np.uint64)
+    other = transfer(Operation.READ, file, host, ignore)
+    other.addresses = np.array([host.addresses[0], device.addresses[0]], np.uint64)
+    beyond = transfer(Operation.READ, file, host, ignore)
+    beyond.addresses = device.addresses[1:]
+    beyond.span_bytes = 2 * PAGE
+    errors = await run(backend, mixed, other, beyond)
+    assert isinstance(errors[0], ArgumentError)
+    assert "one transfer to each kind" in str(errors[0])
+    assert isinstance(errors[1], BlockIOError)
+    assert errors[1].errno == errno.EFAULT
+    assert isinstance(errors[2], ArgumentError)
+    assert "ends behind its allocation" in str(errors[2])
+    await backend.close()
+
+
+async def test_kvikios_settings_are_put_back_with_the_last_backend(
+    drivers: Drivers, tmp_path: Path
+) -> None:
+    first, second = compatible(), gpudirect()
+    await first.start(tmp_path)
+    await second.start(tmp_path)
+    assert settings() == {
+        "num_threads": 8,
+        "task_size": 4 << 20,
+        "gds_threshold": 0,
+        "auto_direct_io_read": True,
+        "compat_mode": ORIGINAL_SETTINGS["compat_mode"],  # set only while a file is opened
+    }
+    assert first.path.startswith("compatibility path (kvikio 26.")
+    assert second.path.startswith("GPUDirect Storage (kvikio 26.")
+    assert (first.true_path, second.true_path) == (False, True)
+    await first.close()
+    assert settings()["gds_threshold"] == 0
+    await second.close()
+    assert settings() == ORIGINAL_SETTINGS
+
+
+async def test_memory_is_registered_once(drivers: Drivers, tmp_path: Path) -> None:
+    io = gpudirect(2)
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 8 * PAGE)
+    arena, other = DevicePages(8), DevicePages(1)
+    counted = drivers.cufile("registrations")
+    await io.register_memory(int(arena.addresses[3]), owner=arena)
+    with pytest.raises(ArgumentError, match="registered already"):
+        await io.register_memory(int(arena.addresses[0]))
+    with pytest.raises(ArgumentError, match="not device memory"):
+        await io.register_memory(int(Pages(1).addresses[0]))
+    for _ in range(20):
+        batch = [device_transfer(Operation.READ, file, arena, ignore) for _ in range(10)]
+        assert await run(io, *batch) == [None] * 10
+    assert drivers.cufile("registrations") == counted + 1
+    assert io.registered == 1
+    await io.unregister_memory(int(arena.addresses[7]))
+    with pytest.raises(ArgumentError, match="not in registered memory"):
+        await io.unregister_memory(int(arena.addresses[0]))
+    await io.register_memory(int(other.addresses[0]))  # closing undoes it
+    await io.close()
+
+
+async def test_a_read_goes_on_when_its_waiter_is_cancelled(backend: GdsIO, tmp_path: Path) -> None:
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 8 * PAGE)
+    source = DevicePages(8)
+    source.spans[:] = pattern(8, PAGE, 3)
+    assert await run(backend, device_transfer(Operation.WRITE, file, source, ignore)) == [None]
+    target = DevicePages(8)
+    scattered = device_transfer(Operation.READ, file, target, ignore)
+    scattered.addresses = target.addresses[::-1].copy()
+    waiter = asyncio.ensure_future(run(backend, scattered))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    await backend.close()
+    assert np.array_equal(target.spans[::-1], source.spans)
+
+
+async def test_no_call_of_kvikio_on_the_loops_thread(
+    backend: GdsIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, set[int]] = {}
+
+    def note(target: type, name: str) -> None:
+        original = getattr(target, name)
+
+        def noting(self: Any, *arguments: Any) -> Any:
+            called.setdefault(name, set()).add(threading.get_ident())
+            return original(self, *arguments)
+
+        monkeypatch.setattr(target, name, noting)
+
+    cufile = importlib.import_module("kvikio").CuFile
+    for name in ("raw_read", "raw_write", "pread", "pwrite", "close"):
+        note(cufile, name)
+    for name in ("open", "register", "unregister"):
+        note(Kvikio, name)
+    await backend.start(tmp_path)
+    files = [await backend.create_file(tmp_path / name, 4 * PAGE) for name in "ab"]
+    pages, scattered = DevicePages(4), DevicePages(4)
+    scattered.addresses = scattered.addresses[::-1].copy()
+    await backend.register_memory(pages.base)
+    for operation in Operation:
+        batch = [device_transfer(operation, files[0], one, ignore) for one in (pages, scattered)]
+        assert await run(backend, *batch) == [None, None]
+    await backend.remove_file(files[0])
+    await backend.close()
+    expected = {"open", "register", "unregister", "raw_read", "raw_write", "close"}
+    assert called.keys() == expected | (set() if backend.true_path else {"pread", "pwrite"})
+    assert threading.get_ident() not in set().union(*called.values())
+
+
+async def test_a_store_on_gds(drivers: Drivers, tmp_path: Path) -> None:
+    io = compatible()
+    async with await BlockStore.open(DIMS, tmp_path / "store", 64, io=io) as store:
+        indices = fresh(store, 8)
+        content = pattern(8, BLOCK, 4)
+        assert not (await write(store, 0, indices, content)).errors
+        found, outcome = await read(store, 0, indices)
+        assert not outcome.errors
+        assert np.array_equal(found, content)
+        assert "compatibility path" in store.path
+
+
+# GPUDirect told from the two compatibility paths.
+
+
+async def test_the_log_stays_out_of_the_current_directory_and_is_removed(
+    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, scratch = tmp_path / "current", tmp_path / "scratch"
+    current.mkdir()
+    scratch.mkdir()
+    monkeypatch.chdir(current)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
+        monkeypatch.delenv(name, raising=False)
+    io = gpudirect()
+    await io.start(current)
+    assert [path.name for path in scratch.glob("*/*")] == ["cufile.log"]
+    await io.close()
+    monkeypatch.setenv("FAKE_CUFILE", "none")
+    with pytest.raises(GdsUnavailable, match=r"\(its log says: stand-in:1 made up\)"):
+        await gpudirect().start(current)
+    monkeypatch.setenv("FAKE_CUFILE", "gds")
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(tmp_path / "mine"))
+    mine = gpudirect()
+    await mine.start(current)
+    await mine.close()
+    assert (tmp_path / "mine").exists()
+    assert os.listdir(current) == os.listdir(scratch) == []
+
+
+async def test_cufiles_own_compatibility_path_is_refused(
+    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUFILE", "none")  # it would open if compatibility were allowed
+    io = gpudirect()
+    with pytest.raises(GdsUnavailable, match="cannot be opened for GPUDirect"):
+        await io.start(tmp_path)
+    assert settings() == ORIGINAL_SETTINGS
+    allowed = GdsIO(1, compatibility=Compatibility.ALLOWED, why_not=lambda directory: [])
+    await allowed.start(tmp_path)
+    assert not allowed.true_path
+    assert "cannot be opened for GPUDirect" in allowed.path
+    await allowed.close()
+
+
+async def test_cufile_was_opened_by_somebody_else_with_compatibility(
+    drivers: Drivers, tmp_path: Path
+) -> None:
+    drivers.open_cufile()
+    io = gpudirect()
+    with pytest.raises(GdsUnavailable, match="allow_compat_mode"):
+        await io.start(tmp_path)
+    drivers.close_cufile()
+
+
+async def test_named_without_gpudirect_and_allowed_by_name(
+    drivers: Drivers, tmp_path: Path
+) -> None:
+    reasons = [Reason("no drive", "buy one"), Reason("no module", "load it")]
+    with pytest.raises(GdsUnavailable, match=r"no drive \(buy one\); no module \(load it\)"):
+        await GdsIO(why_not=lambda directory: reasons).start(tmp_path)
+    io = GdsIO(compatibility=Compatibility.ALLOWED, why_not=lambda directory: reasons)
+    await io.start(tmp_path)
+    assert "through host memory: no drive; no module)" in io.path
+    await io.close()
+
+
+async def test_by_name_on_this_host(
+    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing injected: whatever drives there are, this cuFile cannot do it."""
+    monkeypatch.setenv("FAKE_CUFILE", "none")
+    with pytest.raises(GdsUnavailable, match=r"io='gds' cannot work here: .*io='gds-compat'"):
+        await open_backend("gds").start(tmp_path)
+    io = open_backend("gds-compat", threads=2)
+    await io.start(tmp_path)
+    assert re.fullmatch(
+        r"compatibility path \(kvikio 26\S+ through host memory: .+\); host memory: .+", io.path
+    )
+    await io.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("gds", None),
+        ("none", "a trial transfer failed: cuFile cannot be opened for GPUDirect"),
+        ("abort", "cuFile ended a trial process with SIGABRT"),
+    ],
+)
+def test_the_trial_in_a_child(
+    host: str,
+    expected: str | None,
+    drivers: Drivers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_CUFILE", host)
+    monkeypatch.setattr("hsswap.io.gds_probe.missing_for_gpudirect", lambda directory: [])
+    reasons = why_no_gpudirect(tmp_path)
+    assert (expected is None) == (reasons == [])
+    assert expected is None or expected in str(reasons[0])
+    assert os.listdir(tmp_path) == []

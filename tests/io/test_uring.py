@@ -1,0 +1,355 @@
+"""What only the uring backend does: refusals with reasons, short counts, a kernel without means."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hsswap.errors import BlockIOError, ConfigError, HsswapError
+from hsswap.io import uring_abi as abi
+from hsswap.io.base import IOFile, Operation, Priority, Transfer
+from hsswap.io.linux import IOV_MAX
+from hsswap.io.posix import PosixFile
+from hsswap.io.uring import INLINE_BYTES, UringIO
+from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
+from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
+from tests.io.support import PAGE, Pages, pattern
+from tests.io.transfers import Collector, ignore, run, transfer
+
+SHM = Path("/dev/shm")
+
+
+class FakeRing:
+    """Runs entries on a bytes object, moving at most so many bytes each, or failing, by a script.
+
+    ``seen``: opcode, offset and count of iovecs of each entry.
+    """
+
+    entries = 8
+
+    def __init__(self, content: bytes, script: list[int]) -> None:
+        self.content = content
+        self.script = list(script)
+        self.pending = 0
+        self.seen: list[tuple[int, int, int]] = []
+        self._entries: list[list[int]] = []
+        self._ended: list[tuple[int, int]] = []
+
+    def push(self, entries: NDArray[np.uint64]) -> None:
+        self._entries.extend(entries.tolist())
+        self.pending = len(self._entries)
+
+    def submit(self) -> int:
+        for word, offset, table, count, number, *_ in self._entries:
+            self.seen.append((word & 0xFF, offset, count))
+            self._ended.append((number, self._move(offset, table, count)))
+        self._entries.clear()
+        self.pending = 0
+        return 0
+
+    def _move(self, offset: int, table: int, count: int) -> int:
+        limit = self.script.pop(0) if self.script else 1 << 60
+        if limit < 0:
+            return limit
+        words = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * count)).from_address(table))
+        moved = 0
+        for address, length in words.reshape(count, 2).tolist():
+            piece = self.content[offset + moved : offset + moved + length][: limit - moved]
+            ctypes.memmove(address, piece, len(piece))
+            moved += len(piece)
+        return moved
+
+    def reap(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+        ended, self._ended = self._ended, []
+        numbers, results = [number for number, _ in ended], [result for _, result in ended]
+        return np.array(numbers, np.uint64), np.array(results, np.int32)
+
+
+def end_all(queue: DriveQueue, ring: FakeRing) -> list[tuple[Transfer, HsswapError | None]]:
+    """Submit and reap until nothing is left."""
+    ended: list[tuple[Transfer, HsswapError | None]] = []
+    while ring.pending:
+        assert queue.submit() == 0
+        ended.extend(queue.reap())
+    return ended
+
+
+def reading(pages: Pages, offset: int, nbytes: int) -> Transfer:
+    return transfer(Operation.READ, PosixFile(Path("file"), nbytes, 0), pages, ignore, offset)
+
+
+SCRIPTS = st.lists(
+    st.sampled_from([-errno.EINTR, -errno.EAGAIN, 1, 500, 4096, 4097, 8192, 9000]), max_size=12
+)
+
+
+@given(st.integers(1, 5), st.sampled_from([1, 3]), SCRIPTS, st.integers(1, 8))
+def test_short_counts_go_on_at_the_right_place(
+    spans: int, span_pages: int, script: list[int], transfers: int
+) -> None:
+    pages_each = spans * span_pages
+    content = pattern(transfers * pages_each, PAGE, 1)
+    ring = FakeRing(content.tobytes(), script)
+    queue = DriveQueue(cast(Ring, ring), PAGE)
+    targets = [Pages(spans, span_pages * PAGE) for _ in range(transfers)]
+    work = [
+        reading(pages, number * pages_each * PAGE, content.size)
+        for number, pages in enumerate(targets)
+    ]
+    queue.add(work, direct=True)
+    errors = {id(one): error for one, error in end_all(queue, ring)}
+    assert len(errors) == transfers
+    for number, one in enumerate(work):
+        if errors[id(one)] is None:
+            part = content[number * pages_each : (number + 1) * pages_each]
+            assert targets[number].spans.tobytes() == part.tobytes()
+        else:
+            assert any(0 < step < PAGE for step in script)
+    assert all(offset % PAGE == 0 for _, offset, _ in ring.seen)
+    assert {opcode for opcode, _, _ in ring.seen} == {abi.OP_READV}
+
+
+def test_long_runs_and_other_spans_share_a_submission() -> None:
+    content = pattern(IOV_MAX + 10, PAGE, 1)
+    ring = FakeRing(content.tobytes(), [])
+    queue = DriveQueue(cast(Ring, ring), PAGE)
+    long, short = Pages(IOV_MAX + 10), Pages(2, 2 * PAGE)
+    queue.add([reading(long, 0, content.size), reading(short, PAGE, content.size)], direct=True)
+    assert [error for _, error in end_all(queue, ring)] == [None, None]
+    assert np.array_equal(long.spans, content)
+    assert short.spans.tobytes() == content[1:5].tobytes()
+    assert [count for _, _, count in ring.seen] == [IOV_MAX, 2, 10]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EAGAIN])
+def test_an_error_number_becomes_ours(number: int) -> None:
+    ring = FakeRing(bytes(PAGE), [-number] * (ATTEMPTS + 1))
+    queue = DriveQueue(cast(Ring, ring), PAGE)
+    queue.add([reading(Pages(1), 0, PAGE)], direct=True)
+    [(_, error)] = end_all(queue, ring)
+    assert isinstance(error, BlockIOError)
+    assert error.errno == number
+    assert f"reading {PAGE} bytes at 0 of file" in str(error)
+    assert len(ring.seen) == (1 if number == errno.EIO else ATTEMPTS + 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSYS, "has no io_uring"),
+        (errno.EPERM, "io_uring_disabled=0"),
+        (errno.EINVAL, "too old"),
+        (errno.ENOMEM, "ulimit -l"),
+        (errno.EMFILE, os.strerror(errno.EMFILE)),
+    ],
+)
+async def test_a_refused_ring_says_why(tmp_path: Path, number: int, reason: str) -> None:
+    io = UringIO(calls=RingCalls(setup=lambda *_: -number))
+    with pytest.raises(ConfigError, match="io 'uring' cannot be used here") as caught:
+        await io.start(tmp_path)
+    assert reason in str(caught.value)
+    assert "closed" in repr(io)
+
+
+def test_a_refused_eventfd_leaves_nothing_open() -> None:
+    with pytest.raises(RingRefused, match="eventfd"):
+        Ring(8, RingCalls(register=lambda *_: -errno.EACCES))
+
+
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(RingRefused, match="not proved on aarch64"):
+        Ring(8)
+
+
+async def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="depth of the ring is 0"):
+        UringIO(0)
+    io = UringIO()
+    with pytest.raises(ConfigError, match="needs a directory"):
+        await io.start(None)
+    await io.close()
+
+
+def older_kernel(refused_flags: int) -> Callable[[int, int], int]:
+    """A setup call of a kernel that does not know these flags."""
+
+    def setup(entries: int, params: int) -> int:
+        flags = ctypes.c_uint32.from_address(params + 8).value
+        return -errno.EINVAL if flags & refused_flags else abi.setup(entries, params)
+
+    return setup
+
+
+@pytest.mark.parametrize(
+    "refused_flags",
+    [0, abi.SETUP_DEFER_TASKRUN, abi.SETUP_DEFER_TASKRUN | abi.SETUP_COOP_TASKRUN],
+    ids=["6.1", "5.19", "5.12"],
+)
+async def test_older_kernels_do(tmp_path: Path, refused_flags: int) -> None:
+    io = UringIO(4, calls=RingCalls(setup=older_kernel(refused_flags)))
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 64 * PAGE)
+    source, target = Pages(64), Pages(64)
+    source.spans[:] = pattern(64, PAGE, 1)
+    assert await run(io, transfer(Operation.WRITE, file, source, ignore)) == [None]
+    parts = [Pages(1) for _ in range(64)]
+    reads = [transfer(Operation.READ, file, one, ignore, n * PAGE) for n, one in enumerate(parts)]
+    assert await run(io, *reads, transfer(Operation.READ, file, target, ignore)) == [None] * 65
+    assert np.array_equal(target.spans, source.spans)
+    assert np.array_equal(np.concatenate([one.spans for one in parts]), source.spans)
+    await io.close()
+
+
+class Stingy:
+    """enter of a kernel that turns the first submissions away, in turn with each of ``numbers``."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __call__(self, ring: int, submit_count: int, wait_count: int, flags: int) -> int:
+        if submit_count and self.numbers:
+            number = self.numbers.pop(0)
+            return -number if number else 0
+        return abi.enter(ring, submit_count, wait_count, flags)
+
+
+async def test_a_kernel_without_means_is_asked_again(tmp_path: Path) -> None:
+    stingy = Stingy([errno.EINTR, errno.EAGAIN, errno.EBUSY, 0, errno.EINTR])
+    io = UringIO(4, calls=RingCalls(enter=stingy))
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 16 * PAGE)
+    reads = [transfer(Operation.READ, file, Pages(1), ignore, n * PAGE) for n in range(16)]
+    assert await run(io, *reads) == [None] * 16
+    assert stingy.numbers == []
+    await io.close()
+
+
+async def test_a_kernel_without_means_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hsswap.io.uring.RETRIES", 3)
+    stingy = Stingy([errno.EBUSY] * 4)
+    io = UringIO(4, calls=RingCalls(enter=stingy))
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 16 * PAGE)
+    reads = [transfer(Operation.READ, file, Pages(1), ignore, n * PAGE) for n in range(3)]
+    errors = await run(io, *reads)
+    assert [error.errno for error in errors if isinstance(error, BlockIOError)] == [errno.EBUSY] * 3
+    assert await run(io, transfer(Operation.READ, file, Pages(1), ignore)) == [None]
+    await io.close()
+
+
+async def one_error(io: UringIO, file: IOFile, pages: Pages) -> BlockIOError:
+    [error] = await run(io, transfer(Operation.READ, file, pages, ignore))
+    assert isinstance(error, BlockIOError)
+    return error
+
+
+async def test_real_faults(tmp_path: Path) -> None:
+    io = UringIO()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 8 * PAGE)
+    os.truncate(file.path, 3 * PAGE)
+    error = await one_error(io, file, Pages(8))
+    assert f"ended after {3 * PAGE} of {8 * PAGE} bytes" in str(error)
+    nowhere = Pages(1)
+    nowhere.addresses = np.array([PAGE], np.uint64)
+    assert (await one_error(io, file, nowhere)).errno == errno.EFAULT
+    assert await run(io, transfer(Operation.READ, file, Pages(3), ignore)) == [None]
+    await io.close()
+
+
+async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(tmp_path: Path) -> None:
+    io = UringIO(4)
+    await io.start(tmp_path)
+    run_bytes = INLINE_BYTES // 2
+    file = await io.create_file(tmp_path / "file", 8 * run_bytes)
+    threads: list[int] = []
+
+    def hook(one: Transfer) -> None:
+        threads.append(threading.get_ident())
+
+    hooks: dict[str, Any] = {"prepare": hook, "verify": hook, "quick": True}
+    pages = [Pages(1, run_bytes) for _ in range(4)]
+    work = [
+        transfer(Operation.WRITE, file, one, ignore, number * run_bytes, Priority.NEEDED, **hooks)
+        for number, one in enumerate(pages)
+    ]
+    assert await run(io, *work) == [None] * 4
+    here = threading.get_ident()
+    assert threads == [here] * 4
+    long = Pages(1, 2 * INLINE_BYTES)
+    threads.clear()
+    assert await run(io, transfer(Operation.READ, file, long, ignore, **hooks)) == [None]
+    assert threads[0] != here
+    assert await run(io, transfer(Operation.READ, file, Pages(1), ignore, **hooks)) == [None]
+    assert threads[1] == here
+    await io.close()
+
+
+async def test_needed_reads_find_room_behind_much_prefetch(tmp_path: Path) -> None:
+    io = UringIO()
+    await io.start(tmp_path)
+    run_bytes = 256 * 1024
+    file = await io.create_file(tmp_path / "file", 64 * run_bytes)
+    collector, pages = Collector(), Pages(1, run_bytes)
+    prefetch = [
+        transfer(Operation.READ, file, pages, collector, n * run_bytes, Priority.PREFETCH)
+        for n in range(64)
+    ]
+    needed = transfer(Operation.READ, file, Pages(1), collector)
+    io.submit(prefetch)
+    io.submit([needed])
+    await collector.all(65)
+    place = [one for one, _ in collector.ended].index(needed)
+    assert place < 32
+    await io.close()
+
+
+@pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm, a tmpfs, cannot be written to")
+async def test_the_page_cache_is_read_by_kernel_threads() -> None:
+    place = SHM / f"hsswap-test-{os.getpid()}"
+    place.mkdir()
+    io = UringIO()
+    try:
+        await io.start(place)
+        assert io.path == "page cache (tmpfs), io_uring"
+        file = await io.create_file(place / "file", 4 * PAGE)
+        source, target = Pages(4), Pages(4)
+        source.spans[:] = pattern(4, PAGE, 1)
+        assert await run(io, transfer(Operation.WRITE, file, source, ignore)) == [None]
+        assert await run(io, transfer(Operation.READ, file, target, ignore)) == [None]
+        assert np.array_equal(target.spans, source.spans)
+        await io.remove_file(file)
+    finally:
+        await io.close()
+        place.rmdir()
+
+
+async def test_many_rounds_wrap_the_ring(tmp_path: Path) -> None:
+    io = UringIO(5)
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 16 * PAGE)
+    source = Pages(16)
+    source.spans[:] = pattern(16, PAGE, 1)
+    assert await run(io, transfer(Operation.WRITE, file, source, ignore)) == [None]
+    for count in (1, 7, 3, 13, 2, 16, 5):
+        parts = [Pages(1) for _ in range(count)]
+        reads = [transfer(Operation.READ, file, p, ignore, n * PAGE) for n, p in enumerate(parts)]
+        assert await run(io, *reads) == [None] * count
+        for number, one in enumerate(parts):
+            assert np.array_equal(one.spans[0], source.spans[number])
+    await asyncio.gather(io.close(), io.close())
