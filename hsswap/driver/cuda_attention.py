@@ -10,7 +10,7 @@ The carried ``maximum`` is in units of log 2 on this device.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
@@ -40,7 +40,7 @@ TILE_PAIRS = 64
 TILE_THREADS = 128
 WIDE_PAIRS = 128
 WIDE_THREADS = 384
-WIDE_SHARED_BYTES = 160 << 10
+WIDE_SHARED_BYTES = 224 << 10
 MOST_MERGED_PARTS = 256
 FEW_LEAVES = 32
 """Leaves of a list up to which the last thread block folds them one by one (12 us at 16)."""
@@ -100,14 +100,10 @@ def enqueue_attend(
         _launch_decode(device, stream, work, shape, decode, end if fused else None)
     else:
         fused = False
-        spans = wide_spans(device, work, shape)
-        rest = work
-        if spans:
-            first = _entries_of(work, 0, spans * work.span_blocks)
-            _launch_wide(device, stream, first, Shape.of(first))
-            rest = _entries_of(work, spans * work.span_blocks, shape.entries)
-        if not spans or rest.slots.shape[2]:
-            _launch_tiles(device, stream, rest, Shape.of(rest))
+        wide = uses_wide(device, work, shape)
+        if wide:
+            _launch_wide(device, stream, work, shape)
+        _launch_tiles(device, stream, work, shape, wide)
     if work.block_lse is not None and shape.entries:
         grid = Grid(-(-shape.entries // _WARPS_A_BLOCK), min(shape.rows_in_state, 65535))
         params = attend_params(device, stream, work, shape, parts=0)
@@ -222,8 +218,8 @@ def _launch_decode(
         _launch_merge(device, stream, group, size, shape, params)
 
 
-def wide_spans(device: Launcher, work: AttendWork, shape: Shape) -> int:
-    """Spans from the first entry on that attend_wide takes: whole, seen by every row."""
+def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
+    """Whether attend_wide takes the whole spans that a tile's rows all see."""
     group = work.units.group
     if (
         device.compute_capability != (9, 0)
@@ -236,29 +232,17 @@ def wide_spans(device: Launcher, work: AttendWork, shape: Shape) -> int:
         or work.queries.strides[3] != 2
         or any(stride % 16 for stride in work.queries.strides[:3])
     ):
-        return 0
-    seen = int(work.lengths.min()) - (shape.rows - 1) - work.first_block * 16
-    spans = max(0, min(seen // (16 * work.span_blocks), shape.entries // work.span_blocks))
+        return False
+    spans = (int(work.lengths.max()) // 16 - work.first_block) // work.span_blocks
     # Units in host slots, and gaps, are the other kernel's.
-    return spans if spans and bool((work.slots[:, :, : spans * work.span_blocks] >= 0).all()) else 0
-
-
-def _entries_of(work: AttendWork, first: int, last: int) -> AttendWork:
-    """The part of a contiguous call without its block_lse."""
-    return replace(
-        work,
-        slots=work.slots[:, :, first:last],
-        first_block=work.first_block + first,
-        begin=work.begin and first == 0,
-        block_lse=None,
-    )
+    return spans > 0 and bool((work.slots >= 0).all())
 
 
 def _launch_wide(device: Launcher, stream: Stream, work: AttendWork, shape: Shape) -> None:
     group, pool = work.units.group, work.units.memory
     rows = pool.shape[0] * 32
     maps = tensor_map(pool.address, rows, 1) + tensor_map(pool.address, rows, 2)
-    params = attend_params(device, stream, work, shape, shape.spans, partial=False)
+    params = attend_params(device, stream, work, shape, shape.spans, partial=False, wide=True)
     maps += params + bytes(-len(params) % 64)
     tiles = -(-shape.rows * group.group_size // WIDE_PAIRS)
     grid, block = Grid(tiles, shape.pairs), Grid(WIDE_THREADS)
@@ -266,7 +250,9 @@ def _launch_wide(device: Launcher, stream: Stream, work: AttendWork, shape: Shap
     device.launch(stream, "attend_wide", constants, grid, block, WIDE_SHARED_BYTES, maps)
 
 
-def _launch_tiles(device: Launcher, stream: Stream, work: AttendWork, shape: Shape) -> None:
+def _launch_tiles(
+    device: Launcher, stream: Stream, work: AttendWork, shape: Shape, wide: bool
+) -> None:
     group, size = work.units.group, work.units.block_size
     key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
     apart, together = (
@@ -284,8 +270,8 @@ def _launch_tiles(device: Launcher, stream: Stream, work: AttendWork, shape: Sha
     splits = min(shape.spans, -(-2 * device.sm_count // blocks))
     if shape.rows_in_state * shape.spans * (group.value_dim + 2) * 4 > MOST_PARTIAL_BYTES:
         splits = 1
-    splits = max(1, splits)
-    params = attend_params(device, stream, work, shape, shape.spans, partial=splits > 1)
+    splits = 1 if wide else max(1, splits)
+    params = attend_params(device, stream, work, shape, shape.spans, partial=splits > 1, wide=wide)
     grid = Grid(tiles, shape.pairs, splits)
     shared = apart if is_apart else together
     device.launch(stream, "attend_tile", constants, grid, Grid(TILE_THREADS), shared, params)

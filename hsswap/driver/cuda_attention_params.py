@@ -20,7 +20,7 @@ from hsswap.errors import ArgumentError, DeviceError
 LEAF_TOKENS = 128
 COUNTER_BYTES = 1 << 16
 MOST_COUNTERS = COUNTER_BYTES // 4
-_ATTEND = struct.Struct("<15Q10q8i2f")
+_ATTEND = struct.Struct("<15Q10q9i2f4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ def attend_params(
     end: FinalizeWork | None = None,
     *,
     partial: bool = True,
+    wide: bool = False,
 ) -> bytes:
     """Upload the index arrays and pack ``AttendParams`` of attention.cuh."""
     group = work.units.group
@@ -103,6 +104,7 @@ def attend_params(
         int(work.begin),
         group.window or 0,
         parts,
+        int(wide),
         group.logit_scale,
         group.soft_cap or 1.0,
     )

@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
 
   const int leaves_a_span = p.span_blocks * BLOCK / LEAF;
   const int leaves = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF);
-  const int first_span = (int)((i64)p.parts * blockIdx.z / gridDim.z);
+  const int done = wide_spans_of(p, length, pair0);  // never with splits
+  const int first_span = max(done, (int)((i64)p.parts * blockIdx.z / gridDim.z));
   const int last_span = (int)((i64)p.parts * (blockIdx.z + 1) / gridDim.z);
   int first = first_span * leaves_a_span, last = min(leaves, last_span * leaves_a_span);
   if (!p.positions) {
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   }
 
   if (first >= last) {
-    write_nothing(p, tile, pair0, first_span, last_span);
+    if (done == 0) write_nothing(p, tile, pair0, first_span, last_span);
     return;
   }
   if (gridDim.z > 1) {  // spans before and behind what is seen
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
     const int m = warp * 16 + g + y * 8;
     rows.sight[y] = m < tile.pairs ? sight_of(p, length, (pair0 + m) / GROUP) : Sight{0, 0};
   }
-  bool fresh = p.begin;
+  bool fresh = p.begin && done == 0;
   load_queries(p, sh, tile, pair0, sequence, head);
   int flags = plan_leaf(p, sh, tile, first, list);
   if (APART) load_keys(sh, tile, first);

@@ -1,4 +1,4 @@
-// Attention of many query rows over whole spans that all of them see: wgmma, tensor-map copies. sm_90a, d 128.
+// Attention of many query rows over whole spans that all rows of a tile see: wgmma, tensor-map copies. sm_90a, d 128.
 //
 // Formula and tree: attention.cuh; the same bits as attend_tile, which takes what is not whole: the diagonal, the tail,
 // lists, windows. Reference: hsswap/driver/host_attention.py.
@@ -6,7 +6,8 @@
 // Grid     x: tiles of 128 of the R * GROUP (row, query head) pairs of a KV head; y: S * H
 // Block    two warpgroups of 64 pairs each, and one of which a warp copies
 // Shared   1,024-aligned: Q [2 halves of d][128][128 B], K [STAGES][2 halves of d][128 tokens][128 B], V [STAGES][8
-//          blocks][2 halves of d][16 tokens][128 B], rows of 128 bytes swizzled; barriers are static
+//          blocks][2 halves of d][16 tokens][128 B], rows of 128 bytes swizzled; the state's weighted
+//          rows, 64 KiB; barriers are static
 // Constants  HEAD_DIM VALUE_DIM (128) GROUP KV_HEADS BLOCK (16) TRANSFORM
 //
 // A warpgroup issues P V of a leaf and S of the next while the other one takes weights (named barriers give turns);
@@ -98,15 +99,83 @@ __device__ __forceinline__ void issue_logits(float (&s)[16][4], u32 q, u32 k) {
   commit_steps();
 }
 
+// The state of a thread's two rows during the kernel: weighted in shared memory, [16 dims / 8][THREADS] float4.
+struct Carried {
+  float4* weighted;
+  float reference[2], sum[2];
+};
+
+__device__ __forceinline__ int row_of(int y) { return (threadIdx.x >> 5) * 16 + (threadIdx.x & 31) / 4 + y * 8; }
+
+__device__ __forceinline__ void load_state(const AttendParams& p, const Tile& tile, Carried& state, int pair0) {
+  const int c = threadIdx.x & 3;
+#pragma unroll
+  for (int y = 0; y < 2; y++) {
+    state.reference[y] = NOTHING;
+    state.sum[y] = 0.f;
+    const bool have = !p.begin && row_of(y) < tile.pairs;
+    const i64 at = state_row(p, pair0 + row_of(y));
+    if (have) {
+      state.reference[y] = p.maximum[at];
+      state.sum[y] = p.total[at];
+    }
+#pragma unroll
+    for (int n = 0; n < DV_PAD / 8; n++)
+      ((float2*)&state.weighted[n * THREADS + threadIdx.x])[y] =
+          have ? ((const float2*)(p.weighted + at * VALUE_DIM))[n * 4 + c] : make_float2(0.f, 0.f);
+  }
+}
+
+__device__ __forceinline__ void store_state(const AttendParams& p, const Tile& tile, const Carried& state, int pair0) {
+  const int c = threadIdx.x & 3;
+#pragma unroll
+  for (int y = 0; y < 2; y++) {
+    if (row_of(y) >= tile.pairs) continue;
+    const i64 at = state_row(p, pair0 + row_of(y));
+    if (c == 0) {
+      p.maximum[at] = state.reference[y];
+      p.total[at] = state.sum[y];
+    }
+#pragma unroll
+    for (int n = 0; n < DV_PAD / 8; n++)
+      ((float2*)(p.weighted + at * VALUE_DIM))[n * 4 + c] = ((const float2*)&state.weighted[n * THREADS + threadIdx.x])[y];
+  }
+}
+
+// A span into the state; leaves the span empty.
+__device__ __forceinline__ void fold_span(Carried& state, Rows& rows, float (&o)[DV_PAD / 8][4]) {
+  Weights w[2];
+#pragma unroll
+  for (int y = 0; y < 2; y++) {
+    w[y] = {1.f, 0.f};
+    if (!is_empty(rows.reference[y], rows.sum[y])) {
+      w[y] = fold_weights(&state.reference[y], rows.reference[y]);
+      state.sum[y] = fold(state.sum[y], rows.sum[y], w[y]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < DV_PAD / 8; n++) {
+    float4 x = state.weighted[n * THREADS + threadIdx.x];
+    x.x = fold(x.x, o[n][0], w[0]);
+    x.y = fold(x.y, o[n][1], w[0]);
+    x.z = fold(x.z, o[n][2], w[1]);
+    x.w = fold(x.w, o[n][3], w[1]);
+    state.weighted[n * THREADS + threadIdx.x] = x;
+  }
+  clear(rows, o);
+}
+
 __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b, const Tile& tile, int pair0, u32 q, u32 k,
-                                        u32 v, int leaves) {
+                                        u32 v, int leaves, float4* weighted) {
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, leaves_a_span = p.span_blocks * BLOCK / LEAF;
   load_wide_queries(p, tile, q, pair0);
   q += group * 64 * 128;
   Rows rows;
   float o[DV_PAD / 8][4], s[LEAF / 8][4];
   clear(rows, o);
-  bool fresh = p.begin;
+  Carried state;
+  state.weighted = weighted;
+  load_state(p, tile, state, pair0);
 #if TURNS
   if (group == 1) give_turn(0);
 #endif
@@ -149,13 +218,11 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     for (int n = 0; n < DV_PAD / 8; n++)
 #pragma unroll
       for (int j = 0; j < 4; j++) o[n][j] = fold(o[n][j], acc[n][j], w[j >> 1]);
-    if ((i + 1) % leaves_a_span == 0) {
-      flush(p, tile, rows, o, pair0, i / leaves_a_span, fresh);
-      fresh = false;
-    }
+    if ((i + 1) % leaves_a_span == 0) fold_span(state, rows, o);
     wait_steps(s);
     if (lane == 0 && i + 1 < leaves) arrive(b.empty_k + ahead * 8);
   }
+  store_state(p, tile, state, pair0);
 #if TURNS
   if (group == 0) await_turn(0);  // the last turn given to it
 #endif
@@ -182,14 +249,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) attend_wide(const
   }
   __syncthreads();
   Tile tile;
-  const int pair0 = blockIdx.x * TILE, leaves = p.parts * (p.span_blocks * BLOCK / LEAF);
+  const int pair0 = (gridDim.x - 1 - blockIdx.x) * TILE;
+  const int leaves = wide_spans_of(p, p.lengths[blockIdx.y / KV_HEADS], pair0) * (p.span_blocks * BLOCK / LEAF);
+  if (leaves == 0) return;
   tile.pairs = min(TILE, p.rows * GROUP - pair0);
   if (threadIdx.x >= THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x < THREADS + 32) produce(given, b, k, v, leaves);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    consume(p, b, tile, pair0, q, k, v, leaves);
+    consume(p, b, tile, pair0, q, k, v, leaves, (float4*)(memory + 2 * HALF + 2 * STAGES * PIECE_BYTES));
   }
 }
 #endif

@@ -70,6 +70,22 @@ __device__ __forceinline__ void issue(const Entry& e, int piece, u32 ring, u32 b
   }
 }
 
+// The first copies, each by a lane of its own at once: pieces of one kind, or all of them.
+__device__ __forceinline__ void issue_first(const Entry& e, u32 ring, u32 barriers, Sight see, u64 policy, int lane) {
+#pragma unroll
+  for (int kind = 0; kind < (STAGES + UNITS - 1) / UNITS; kind++) {
+    const int stage = kind * UNITS + lane;
+    if (lane < UNITS && stage < STAGES) {
+      if (e.first < see.end && e.first + BLOCK > see.start) {
+        expect(barriers + stage * 8, PIECE);
+        copy_bulk(ring + stage * PIECE, e.unit + kind * PIECE, PIECE, barriers + stage * 8, policy);
+      } else {
+        arrive(barriers + stage * 8);
+      }
+    }
+  }
+}
+
 // The operands of 64 dims of a unit's K: rows g and g + 8.
 struct Keys {
   uint2 x[2][4];
@@ -229,12 +245,12 @@ __device__ __forceinline__ void work(const AttendParams& p, u8* memory, u64* bar
   leaves.stride = 0;
   leaves.count = item < all ? 1 : 0;
 #endif
-  Entry now = entry_of(p, list, leaves, 0, lane), next = entry_of(p, list, leaves, 1, lane);
-  const Sight see = sight_of(p, p.lengths[sequence], 0);
+  const i64 length = load_i64(p.lengths + sequence);
+  Entry now = entry_of(p, list, leaves, 0, lane);
+  const Sight see = sight_of(p, length, 0);
   const u64 policy = evict_first();
-#pragma unroll
-  for (int i = 0; i < STAGES; i++)
-    if (leaves.count > 0) issue(now, i, ring, barriers, see, policy, lane);
+  if (leaves.count > 0) issue_first(now, ring, barriers, see, policy, lane);
+  Entry next = entry_of(p, list, leaves, 1, lane);
 
   u32 q[D / 16][2];
   {

@@ -46,7 +46,7 @@ struct AttendParams {
   i64 out_stride[4];
   i64 unit_bytes;
   i64 block_bytes;
-  int sequences, rows, entries, first_block, span_blocks, begin, window, parts;
+  int sequences, rows, entries, first_block, span_blocks, begin, window, parts, wide;
   float scale, soft_cap;
 };
 
@@ -151,6 +151,16 @@ __device__ __forceinline__ Sight sight_of(const AttendParams& p, i64 length, int
   end = end < 0 ? 0 : end > NOWHERE - 512 ? NOWHERE - 512 : end;
   const i64 start = p.window > 0 && end > p.window ? end - p.window : 0;
   return {(int)start, (int)end};
+}
+
+#define WIDE_PAIRS 128
+
+// Spans from the first on that attend_wide takes for a tile of 128 (row, query head) pairs: whole ones, which every row
+// of the tile sees. attend_tile begins behind them.
+__device__ __forceinline__ int wide_spans_of(const AttendParams& p, i64 length, int pair) {
+  if (!p.wide) return 0;
+  const i64 seen = sight_of(p, length, pair / WIDE_PAIRS * WIDE_PAIRS / GROUP).end - (i64)p.first_block * BLOCK;
+  return (int)min((i64)(p.entries / p.span_blocks), max(0ll, seen / (p.span_blocks * BLOCK)));
 }
 
 #endif

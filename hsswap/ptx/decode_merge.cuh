@@ -34,16 +34,22 @@ __device__ __forceinline__ void fold_block(const AttendParams& p, u8* memory) {
   const i64 at = first_row() * p.parts + blockIdx.x;
   for (int e = threadIdx.x; e < GROUP * D / 2; e += THREADS) {
     const int head = e / (D / 2);
+    // All loads, then all references, then all weights: only the additions wait for each other.
     float reference = NOTHING, sum = 0.f;
-    float2 o = {0.f, 0.f};
+    float2 o = {0.f, 0.f}, s[WORKERS], x[WORKERS];
+    Weights w[WORKERS];
 #pragma unroll
     for (int i = 0; i < WORKERS; i++) {
-      const float2 s = leaf_sums(memory)[i * 8 + head];
-      if (is_empty(s.x, s.y)) continue;
-      const float2 x = *(const float2*)(memory + i * RING + e * 8);
-      const Weights w = fold_weights(&reference, s.x);
-      sum = fold(sum, s.y, w);
-      o = make_float2(fold(o.x, x.x, w), fold(o.y, x.y, w));
+      s[i] = leaf_sums(memory)[i * 8 + head];
+      x[i] = *(const float2*)(memory + i * RING + e * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < WORKERS; i++) w[i] = fold_weights(&reference, s[i].x);
+#pragma unroll
+    for (int i = 0; i < WORKERS; i++) {
+      if (is_empty(s[i].x, s[i].y)) continue;
+      sum = fold(sum, s[i].y, w[i]);
+      o = make_float2(fold(o.x, x[i].x, w[i]), fold(o.y, x[i].y, w[i]));
     }
     *(float2*)(p.partial + (at + (i64)head * p.parts) * D + e % (D / 2) * 2) = o;
     if (e % (D / 2) == 0) p.partial_sums[at + (i64)head * p.parts] = make_float2(reference, sum);

@@ -91,14 +91,24 @@ __device__ __forceinline__ void flush(const AttendParams& p, const Tile& tile, R
 
 __device__ __forceinline__ void load_queries(const AttendParams& p, const Shared& sh, const Tile& tile, int pair0,
                                              int sequence, int head) {
-  for (int i = threadIdx.x; i < TILE * DK_PAD; i += THREADS) {
-    const int m = i / DK_PAD, d = i % DK_PAD;
-    u16 x = 0;
-    if (m < tile.pairs && d < HEAD_DIM) {
-      const int pair = pair0 + m;
-      x = p.queries[sequence * p.query_stride[0] + (pair / GROUP) * p.query_stride[1] +
-                    (head * GROUP + pair % GROUP) * p.query_stride[2] + d * p.query_stride[3]];
+  const bool whole = p.query_stride[3] == 1 && ((u64)p.queries | 2 * (u64)(p.query_stride[0] | p.query_stride[1] | p.query_stride[2])) % 16 == 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < TILE * (DK_PAD / 8); i += THREADS) {
+    const int m = i / (DK_PAD / 8), chunk = i % (DK_PAD / 8), pair = pair0 + m;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (m < tile.pairs && chunk * 8 < HEAD_DIM) {
+      const u16* from = p.queries + sequence * p.query_stride[0] + (pair / GROUP) * p.query_stride[1] +
+                        (head * GROUP + pair % GROUP) * p.query_stride[2] + chunk * 8 * p.query_stride[3];
+      if (whole) {
+        x = *(const uint4*)from;
+      } else {
+        u16 e[8];
+        for (int d = 0; d < 8; d++) e[d] = from[d * p.query_stride[3]];
+        x = make_uint4(e[0] | (u32)e[1] << 16, e[2] | (u32)e[3] << 16, e[4] | (u32)e[5] << 16, e[6] | (u32)e[7] << 16);
+      }
     }
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(sh.q + m * K_ROW + d * 2), "h"(x) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(sh.q + m * K_ROW + chunk * 16), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
   }
 }
