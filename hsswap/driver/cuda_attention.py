@@ -41,6 +41,7 @@ TILE_THREADS = 128
 WIDE_PAIRS = 128
 WIDE_THREADS = 384
 WIDE_SHARED_BYTES = 224 << 10
+MOST_GRID = 65535
 MOST_MERGED_PARTS = 256
 FEW_LEAVES = 32
 """Leaves of a list up to which the last thread block folds them one by one (12 us at 16)."""
@@ -168,6 +169,7 @@ def plan_decode(device: Launcher, work: AttendWork, shape: Shape) -> _Decode | N
         or work.queries.strides[3] != 2
         or any(s % 8 for s in work.queries.strides[:3])
         or shape.pairs > MOST_COUNTERS
+        or max(shape.sequences, shape.leaves) > MOST_GRID
         or (work.queries.strides != contiguous and work.queries.strides[2] % 8)
     ):
         return None
@@ -211,7 +213,7 @@ def _launch_decode(
     if plan.parts > MOST_MERGED_PARTS:
         merge = 0
     params = attend_params(device, stream, work, shape, plan.parts, end)
-    grid = Grid(plan.shares, shape.pairs)
+    grid = Grid(group.kv_heads, plan.shares, shape.sequences)
     block = Grid(32 * plan.warps)
     device.launch(stream, "attend_decode", constants, grid, block, max(ring, merge), params)
     if plan.parts > MOST_MERGED_PARTS:

@@ -10,8 +10,8 @@
 //          rows, 64 KiB; barriers are static
 // Constants  HEAD_DIM VALUE_DIM (128) GROUP KV_HEADS BLOCK (16) TRANSFORM
 //
-// A warpgroup issues P V of a leaf and S of the next while the other one takes weights (named barriers give turns);
-// the fold of a leaf runs beside its next S.
+// A warpgroup issues P V of a leaf, then S of the next, and folds beside it; the other one's steps fill its gaps. Taking
+// turns by named barriers gained nothing here.
 
 #include "attention.cuh"
 
@@ -40,9 +40,6 @@ struct __align__(64) WideParams {
 };
 
 #define STAGES 2
-#ifndef TURNS
-#define TURNS 1
-#endif
 #define HALF (TILE * 128)      // of Q or K
 #define PIECE_BYTES (2 * HALF)  // K or V of a leaf
 #define CONSUMER_WARPS 8
@@ -94,8 +91,11 @@ __device__ __forceinline__ void load_wide_queries(const AttendParams& p, const T
 __device__ __forceinline__ void issue_logits(float (&s)[16][4], u32 q, u32 k) {
   begin_steps();
 #pragma unroll
-  for (int d = 0; d < HEAD_DIM / 16; d++)
-    step_shared(s, operand(q + d / 4 * HALF + d % 4 * 32, 16, 1024), operand(k + d / 4 * HALF + d % 4 * 32, 16, 1024), d > 0);
+  for (int d = 0; d < HEAD_DIM / 16; d++) {
+    const u64 a = operand(q + d / 4 * HALF + d % 4 * 32, 16, 1024), b = operand(k + d / 4 * HALF + d % 4 * 32, 16, 1024);
+    if (d == 0) first_step_shared(s, a, b);
+    else step_shared(s, a, b);
+  }
   commit_steps();
 }
 
@@ -176,9 +176,6 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
   Carried state;
   state.weighted = weighted;
   load_state(p, tile, state, pair0);
-#if TURNS
-  if (group == 1) give_turn(0);
-#endif
   wait(b.full_k, 0);
   issue_logits(s, q, k);
   wait_steps(s);
@@ -190,21 +187,18 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     softmax<false>(p, s, weights, rows, reference, sum, nullptr);
     wait(b.full_v + stage * 8, (i / STAGES) & 1);
     if (i + 1 < leaves) wait(b.full_k + ahead * 8, ((i + 1) / STAGES) & 1);
-#if TURNS
-    await_turn(group);
-#endif
     begin_steps();
 #pragma unroll
-    for (int u = 0; u < LEAF / 16; u++)
-      step_registers(acc, weights[u], operand(v + stage * PIECE_BYTES + u * BLOCK * 256, BLOCK * 128, 1024), u > 0);
+    for (int u = 0; u < LEAF / 16; u++) {
+      const u64 b = operand(v + stage * PIECE_BYTES + u * BLOCK * 256, BLOCK * 128, 1024);
+      if (u == 0) first_step_registers(acc, weights[u], b);
+      else step_registers(acc, weights[u], b);
+    }
     commit_steps();
     wait_steps(acc);
     if (lane == 0) arrive(b.empty_v + stage * 8);
     // Behind the last leaf of what lies there, for nothing: a branch here would make the compiler serialise the steps.
     issue_logits(s, q, k + ahead * PIECE_BYTES);
-#if TURNS
-    give_turn(group ^ 1);
-#endif
     Weights w[2];
 #pragma unroll
     for (int y = 0; y < 2; y++) {
@@ -223,9 +217,6 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Barriers& b
     if (lane == 0 && i + 1 < leaves) arrive(b.empty_k + ahead * 8);
   }
   store_state(p, tile, state, pair0);
-#if TURNS
-  if (group == 0) await_turn(0);  // the last turn given to it
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) attend_wide(const __grid_constant__ WideParams given) {

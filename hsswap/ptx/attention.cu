@@ -2,8 +2,8 @@
 //
 // Formula and tree: attention.cuh. Reference: hsswap/driver/host_attention.py. sm_90 and newer.
 //
-// Grid     x: shares of a list; y: S * H
-// Block    WARPS warps, of which WORKERS attend; all merge. A worker takes a leaf (WHOLE_SPANS 0) or every gridDim.x * WORKERS-th span (WHOLE_SPANS 1), copies
+// Grid     x: H, so that heads of one block are read together (5 % at 131,072 tokens); y: shares of a list; z: S
+// Block    WARPS warps, of which WORKERS attend; all merge. A worker takes a leaf (WHOLE_SPANS 0) or every gridDim.y * WORKERS-th span (WHOLE_SPANS 1), copies
 //          its pieces (K or V of a unit: 16 tokens) through STAGES stages of its own and never waits for another warp.
 //          The last block of a pair (a counter) folds the parts in order.
 // Shared   WORKERS * STAGES pieces of PIECE bytes (4 KiB at d 128), at least MERGE_BYTES; barriers are static
@@ -32,6 +32,8 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 #ifndef BLOCKS_A_SM
 #define BLOCKS_A_SM 1
 #endif
+
+__device__ __forceinline__ int pair_index() { return blockIdx.z * KV_HEADS + blockIdx.x; }
 
 // An entry of a leaf, in the lanes 0 to 7.
 struct Entry {
@@ -224,17 +226,17 @@ __device__ __forceinline__ void write_part(const Part& part, float* to, i64 row_
 
 // What one worker does, from its first copy to its last part.
 __device__ __forceinline__ void work(const AttendParams& p, u8* memory, u64* barrier_words, int lane, int warp, int g, int c) {
-  const int sequence = blockIdx.y / KV_HEADS, head = blockIdx.y % KV_HEADS;
+  const int sequence = blockIdx.z, head = blockIdx.x;
   const u32 ring = shared_address(memory) + warp * RING, barriers = shared_address(barrier_words) + warp * STAGES * 8;
   if (lane == 0) init_barriers(barriers, STAGES);
   __syncwarp();
 
-  const i64 list = (i64)blockIdx.y * p.entries;
-  const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), item = blockIdx.x * WORKERS + warp;
+  const i64 list = (i64)pair_index() * p.entries;
+  const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), item = blockIdx.y * WORKERS + warp;
   Leaves leaves;
   leaves.leaves_a_span = p.span_blocks / UNITS;
 #if WHOLE_SPANS
-  const int spans = p.parts, step = gridDim.x * WORKERS;
+  const int spans = p.parts, step = gridDim.y * WORKERS;
   leaves.first = item * leaves.leaves_a_span;
   leaves.stride = (step - 1) * leaves.leaves_a_span;
   const int mine = item < spans ? (spans - 1 - item) / step + 1 : 0;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void fold_leaf(Part& span, const Part& leaf) {
 }
 
 // The first row of a block's pair: [S, Q].
-__device__ __forceinline__ i64 first_row() { return (i64)(blockIdx.y / KV_HEADS) * Q_HEADS + blockIdx.y % KV_HEADS * GROUP; }
+__device__ __forceinline__ i64 first_row() { return (i64)blockIdx.z * Q_HEADS + blockIdx.x * GROUP; }
 
 __device__ __forceinline__ void write_global(const AttendParams& p, const Part& part, int number, int g, int c) {
   const i64 at = first_row() * p.parts + number;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void write_global(const AttendParams& p, const Part& 
 #if FOLD_LEAVES
 // The leaves of a block's workers are one span.
 __device__ __forceinline__ void fold_block(const AttendParams& p, u8* memory) {
-  const i64 at = first_row() * p.parts + blockIdx.x;
+  const i64 at = first_row() * p.parts + blockIdx.y;
   for (int e = threadIdx.x; e < GROUP * D / 2; e += THREADS) {
     const int head = e / (D / 2);
     // All loads, then all references, then all weights: only the additions wait for each other.
@@ -105,12 +105,10 @@ __device__ __forceinline__ void weigh(const AttendParams& p, const MergeMemory& 
   const float2* from = p.partial_sums + first_row() * p.parts;
   for (int i = threadIdx.x; i < GROUP * p.parts; i += THREADS) m.given[i] = load_cg(from + i);
   __syncthreads();
-  for (int i = threadIdx.x; i < GROUP * spans; i += THREADS) {
-    const int head = i / spans, span = i % spans;
-    float2 s = {NOTHING, 0.f};
-    if (inner == 1) {
-      s = m.given[i];
-    } else {
+  if (inner > 1) {
+    for (int i = threadIdx.x; i < GROUP * spans; i += THREADS) {
+      const int head = i / spans, span = i % spans;
+      float2 s = {NOTHING, 0.f};
       for (int k = span * inner; k < min(p.parts, span * inner + inner); k++) {
         const float2 x = m.given[head * p.parts + k];
         Weights w = {1.f, SKIP};
@@ -120,10 +118,10 @@ __device__ __forceinline__ void weigh(const AttendParams& p, const MergeMemory& 
         }
         m.inner[head * p.parts + k] = w;
       }
+      m.sums[i] = s;
     }
-    m.sums[i] = s;
+    __syncthreads();
   }
-  __syncthreads();
   for (int head = warp; head < GROUP; head += WARPS) {
     const i64 row = first_row() + head;
     const float before = p.begin ? NOTHING : p.maximum[row];
@@ -171,8 +169,8 @@ __device__ __forceinline__ void merge(const AttendParams& p, u8* memory) {
 #endif
   MergeMemory m;
   m.given = (float2*)memory;
-  m.sums = m.given + GROUP * p.parts;
-  m.inner = (Weights*)(m.sums + GROUP * spans);
+  m.sums = inner == 1 ? m.given : m.given + GROUP * p.parts;
+  m.inner = (Weights*)(m.given + GROUP * (p.parts + spans));
   m.outer = m.inner + GROUP * p.parts;
   m.state = (float2*)(m.outer + GROUP * spans);
   bool weighed = false;
@@ -197,7 +195,7 @@ __device__ __forceinline__ void merge(const AttendParams& p, u8* memory) {
       load_parts(next, x, first + 3 * AHEAD, count);
     }
     if (p.out) {
-      u16* out = p.out + blockIdx.y / KV_HEADS * p.out_stride[0] + (blockIdx.y % KV_HEADS * GROUP + head) * p.out_stride[2];
+      u16* out = p.out + blockIdx.z * p.out_stride[0] + (blockIdx.x * GROUP + head) * p.out_stride[2];
       out[2 * pair * p.out_stride[3]] = output_of(f.o.x, f.sum);
       out[(2 * pair + 1) * p.out_stride[3]] = output_of(f.o.y, f.sum);
       if (p.lse && pair == 0) p.lse[row] = lse_of(m.state[head].x, f.sum);
@@ -219,9 +217,9 @@ __device__ __forceinline__ void finish(const AttendParams& p, u8* memory) {
     u32 before;  // the counter turns to 0 by itself
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "l"(p.counters + blockIdx.y), "r"(gridDim.x - 1)
+                 : "l"(p.counters + pair_index()), "r"(gridDim.y - 1)
                  : "memory");
-    is_last = before == gridDim.x - 1;
+    is_last = before == gridDim.y - 1;
   }
   __syncthreads();
   if (is_last) merge(p, memory);

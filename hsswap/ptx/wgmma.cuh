@@ -19,21 +19,28 @@ __device__ __forceinline__ u64 operand(u32 at, u32 across, u32 down) {
   return (u64)((at & 0x3ffff) >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32 | 1ull << 62;
 }
 
-// c[64 x 128] = a b + (add ? c : 0), both in shared memory, K along the rows' bytes.
-__device__ __forceinline__ void step_shared(float (&c)[16][4], u64 a, u64 b, bool add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64 ", %64, %65, add, 1, 1, 0, 0;\n}"
-               : F64(c)
-               : "l"(a), "l"(b), "r"((int)add));
+#define S4(x, n) "=f"(x[n][0]), "=f"(x[n][1]), "=f"(x[n][2]), "=f"(x[n][3])
+#define S16(x, n) S4(x, n), S4(x, n + 1), S4(x, n + 2), S4(x, n + 3)
+#define S64(x) S16(x, 0), S16(x, 4), S16(x, 8), S16(x, 12)
+#define STEP "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64
+
+// c[64 x 128] += a b, both in shared memory, K along the rows' bytes.
+__device__ __forceinline__ void step_shared(float (&c)[16][4], u64 a, u64 b) {
+  asm volatile(STEP ", %64, %65, 1, 1, 1, 0, 0;" : F64(c) : "l"(a), "l"(b));
+}
+
+// c = a b
+__device__ __forceinline__ void first_step_shared(float (&c)[16][4], u64 a, u64 b) {
+  asm volatile(STEP ", %64, %65, 0, 1, 1, 0, 0;" : S64(c) : "l"(a), "l"(b));
 }
 
 // The same with a from registers and b with K along the rows.
-__device__ __forceinline__ void step_registers(float (&c)[16][4], const u32 (&a)[4], u64 b, bool add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64
-               ", {%64,%65,%66,%67}, %68, add, 1, 1, 1;\n}"
-               : F64(c)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+__device__ __forceinline__ void step_registers(float (&c)[16][4], const u32 (&a)[4], u64 b) {
+  asm volatile(STEP ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;" : F64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void first_step_registers(float (&c)[16][4], const u32 (&a)[4], u64 b) {
+  asm volatile(STEP ", {%64,%65,%66,%67}, %68, 0, 1, 1, 1;" : S64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 __device__ __forceinline__ void begin_steps() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -55,6 +62,3 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int x, in
 __device__ __forceinline__ void init_barrier(u32 at, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
-
-__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory"); }
