@@ -70,7 +70,12 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
     with _exact_pass(swap, query) as (work, state):
         while True:
             with swap.lock:
-                while not work.finished and len(launched) < swap.max_tiles_ahead:
+                swap.check_open()  # after every await: what follows touches memory
+                while (
+                    not work.finished
+                    and len(launched) < swap.max_tiles_ahead
+                    and not swap.prefetcher.crowded
+                ):
                     ready = work.lease_next()
                     if ready is None:
                         break
@@ -80,7 +85,6 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                 if work.finished:
                     return _finish(swap, query, work, state)
                 blocks = work.needs()
-                swap.check_open()
             if len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
                 continue
@@ -97,6 +101,8 @@ def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
     """Attend every block if the host tier has all that is missing; under the swap's lock."""
     with _exact_pass(swap, query) as (work, state):
         if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
+            return None
+        if swap.prefetcher.crowded and not work.all_on_device():
             return None
         while not work.finished:
             ready = work.lease_next()
@@ -117,6 +123,7 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
             )
             chosen_event = stream.record()
         await chosen_event.wait()
+        swap.check_open()  # the choice's memory goes when the swap is closed
         wanted = choice.blocks_to_load()
         missed = 0
         step = swap.config.tile_blocks
@@ -127,8 +134,14 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
             missed += loaded.missed
             with swap.lock:
                 swap.check_open()
-                layer.enqueue_gather(device, stream, choice, part, loaded.slots)
-                swap.release_after(stream.record(), cache.pool, loaded.slots, scan=False)
+                try:
+                    layer.enqueue_gather(device, stream, choice, part, loaded.slots)
+                    gathered = stream.record()
+                except BaseException:
+                    swap.release_now(cache.pool, loaded.slots)
+                    raise
+                swap.release_after(gathered, cache.pool, loaded.slots, scan=False)
+        swap.check_open()
     except BaseException:
         layer.reset()
         raise
@@ -136,7 +149,6 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
     left_out = choice.left_out.array().copy()
     group = cache.pool.group
     with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
-        swap.check_open()
         layer.enqueue_attend(
             device,
             stream,
@@ -169,7 +181,11 @@ def _exact_pass(swap: HighSpeedSwap, query: Query) -> Iterator[tuple[ExactPass, 
             swap.config.tile_tokens,
             swap.release_after,
         )
-        yield work, state
+        try:
+            yield work, state
+        finally:
+            if work.unread is not None:
+                swap.release_now(query.cache.pool, work.unread)
 
 
 def _finish(

@@ -1,11 +1,14 @@
-"""From other threads to the event loop, with one wake-up for many messages."""
+"""Between threads and the loop: messages, one wake-up for many, and waiting to the end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from threading import Lock
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Mailbox:
@@ -42,4 +45,36 @@ class Mailbox:
             messages = list(self._messages)
             self._messages.clear()
         for message in messages:
-            message()
+            try:
+                message()
+            except Exception as problem:  # the others must still be heard
+                context = {"message": f"{message} raised", "exception": problem}
+                self._loop.call_exception_handler(context)
+
+
+async def insist(wait: Callable[[], Awaitable[object]]) -> None:
+    """Await ``wait()`` to the end, again after every cancellation; that is raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while True:
+        try:
+            await wait()
+            break
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Run ``work`` in a thread, to its end. ``undo`` takes a result that a cancellation lost."""
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(None, work)
+    try:
+        await insist(lambda: asyncio.wait([future]))
+    except asyncio.CancelledError:
+        if not future.exception() and undo is not None:
+            made = future.result()
+            undoing = loop.run_in_executor(None, lambda: undo(made))
+            await insist(lambda: asyncio.wait([undoing]))
+        raise
+    return future.result()

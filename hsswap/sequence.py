@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,6 +26,9 @@ from hsswap.writeback import Batch
 if TYPE_CHECKING:
     from hsswap.swap import HighSpeedSwap
 
+QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
+"""How often closing a broken sequence asks its stream for room for an event: 10 seconds."""
+
 
 class Sequence:
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
@@ -46,6 +50,7 @@ class Sequence:
         self._top_k_layers: list[TopKLayer] = []
         self._last: tuple[Stream, Event] | None = None
         self._busy = ""
+        self._broken: tuple[Stream, BaseException] | None = None
         self._closed = False
         if top_k is not None:
             try:
@@ -92,12 +97,13 @@ class Sequence:
         many are in.
         """
         with self._exclusive("append"):
-            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
+            rows = self._check_rows(layer, keys, values)
             for part in rows.parts(self._swap.config.tile_blocks):
                 filled = self._filled_by(part)
                 slots = await self._swap.prefetcher.reserve(filled)
                 with self._swap.lock:
+                    self._swap.check_open()
                     self._enqueue_rows(part, filled, slots, raw_stream)
 
     def try_append(
@@ -105,9 +111,11 @@ class Sequence:
     ) -> bool:
         """Like :meth:`append`, from any thread, but False in place of waiting for host slots."""
         with self._swap.lock, self._exclusive("append"):
-            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
+            rows = self._check_rows(layer, keys, values)
             filled = self._filled_by(rows)
+            if len(filled.indices) and self._swap.prefetcher.crowded:
+                return False
             if len(filled.indices) > self._swap.config.tile_blocks:
                 return False
             slots = filled.pool.tier.take(
@@ -167,16 +175,17 @@ class Sequence:
                 result = try_attend_exact(self._swap, query)
             if result is not None:
                 ahead = self._ahead(query)
-                self._swap.mailbox.post(lambda: self._swap.prefetcher.plan(self.number, ahead))
+                self._swap.mailbox.post(lambda: self._plan(ahead))
             return result
 
     async def close(self) -> None:
         """Give back slots and ids, after work and I/O in flight for them. Twice is fine."""
-        if self._closed:
-            return
-        if self._busy:
-            raise ArgumentError(f"close() while {self._busy} of the same sequence is running")
-        self._closed = True
+        with self._swap.lock:
+            if self._closed:
+                return
+            if self._busy:
+                raise ArgumentError(f"close() while {self._busy} of the same sequence is running")
+            self._closed = True
         if self._swap.closed:
             return
         try:
@@ -187,6 +196,16 @@ class Sequence:
 
     async def quiet(self) -> None:
         """Wait until no enqueued work uses the sequence's slots. For the swap."""
+        if self._broken is not None:
+            # What was enqueued last may be behind the last event: the queue was full, perhaps.
+            for _ in range(QUIET_ATTEMPTS):
+                try:
+                    self._last = (self._broken[0], self._broken[0].record())
+                    break
+                except ClosedError:
+                    break  # by its owner, who has waited for its work
+                except DeviceError:
+                    await asyncio.sleep(QUIET_PAUSE_S)
         if self._last is not None:
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await self._last[1].wait()
@@ -217,13 +236,18 @@ class Sequence:
 
     @contextmanager
     def _exclusive(self, what: str) -> Iterator[None]:
-        if self._closed or self._swap.closed:
-            raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
-        if self._busy:
-            raise ArgumentError(
-                f"{what} while {self._busy} of the same sequence is running; await it first"
-            )
-        self._busy = what
+        with self._swap.lock:
+            if self._closed or self._swap.closed:
+                raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
+            if self._busy:
+                raise ArgumentError(
+                    f"{what} while {self._busy} of the same sequence is running; await it first"
+                )
+            if self._broken is not None:
+                raise DeviceError(
+                    f"an append of this sequence failed half-way ({self._broken[1]}); close it"
+                ) from self._broken[1]
+            self._busy = what
         try:
             yield
         finally:
@@ -262,20 +286,26 @@ class Sequence:
 
     def _enqueue_rows(self, rows: Rows, filled: Blocks, slots: I32, stream: Stream) -> None:
         swap, cache = self._swap, rows.cache
-        with self._ordered(stream):
-            stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
-            if self.top_k is not None and len(slots):
-                swap.device.encode(
-                    stream,
-                    swap.predictor_of(cache.layer).encode_work(
-                        cache.group_layer,
-                        cache.pool.blocks,
-                        slots,
-                        filled.indices.astype(np.int32),
-                    ),
-                )
-        assert self._last is not None
         batch = Batch(filled, slots, keep=True, scan=self.top_k is None)
+        try:
+            with self._ordered(stream):
+                stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
+                if self.top_k is not None and len(slots):
+                    swap.device.encode(
+                        stream,
+                        swap.predictor_of(cache.layer).encode_work(
+                            cache.group_layer,
+                            cache.pool.blocks,
+                            slots,
+                            filled.indices.astype(np.int32),
+                        ),
+                    )
+        except BaseException as error:  # some launches may be under way, others never will be
+            self._broken = (stream, error)
+            if len(slots):
+                swap.writes.refuse(batch, error)
+            raise
+        assert self._last is not None
         for keep in (True, False):
             part = np.flatnonzero(stays != keep)
             if len(part):
@@ -296,6 +326,8 @@ class Sequence:
         swap = self._swap
         taken = tensor_of(queries, "bf16", (count, group.q_heads, group.head_dim), "queries")
         shape = (count, group.q_heads, group.value_dim)
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ArgumentError("out is read-only; give an array that can be written")
         if out is None:
             out = cache.pool.new_output(shape)
         taken_out = tensor_of(out, "bf16", shape, "out")
@@ -333,6 +365,11 @@ class Sequence:
             yield
         finally:
             self._last = (stream, stream.record())
+
+    def _plan(self, ahead: list[Blocks]) -> None:
+        """On the loop. A closed sequence plans no more: its ids may be another's by now."""
+        if not self._closed:
+            self._swap.prefetcher.plan(self.number, ahead)
 
 
 def _leading(array: object, what: str) -> int:

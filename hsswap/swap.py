@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Self
@@ -23,7 +23,8 @@ from hsswap.driver.tensor import tensor_in
 from hsswap.errors import ClosedError, ConfigError, HsswapError, OutOfSlots
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
-from hsswap.loop import Mailbox
+from hsswap.io.waiting import to_the_end
+from hsswap.loop import Mailbox, in_thread, insist
 from hsswap.metrics import Counters, SwapStatistics
 from hsswap.pools import GroupPool, ScratchPool
 from hsswap.predictor import ProjectionPredictor, projection_matrix
@@ -57,6 +58,7 @@ class HighSpeedSwap:
         self._sequences: dict[int, Sequence] = {}
         self._next_number = 0
         self._streams: dict[int, Stream] = {}
+        self._ended: asyncio.Future[None] | None = None  # there once closing began
         self._resources: list[Buffer | GroupPool | ScratchPool | Stream] = []
         try:
             self._scratch = ScratchPool(device)
@@ -101,9 +103,10 @@ class HighSpeedSwap:
         the directory cannot be used.
         """
         async with AsyncExitStack() as undo:
-            if device is None:
-                device = await asyncio.to_thread(open_device, config.device)
-            undo.push_async_callback(asyncio.to_thread, device.close)
+            used = device
+            if used is None:
+                used = await in_thread(lambda: open_device(config.device), Device.close)
+            undo.push_async_callback(in_thread, used.close)
             store = await BlockStore.open(
                 config.dims,
                 None if config.directory is None else Path(config.directory),
@@ -112,7 +115,7 @@ class HighSpeedSwap:
                 io_threads=config.io_threads,
             )
             undo.push_async_callback(store.close)
-            swap = await asyncio.to_thread(cls, config, device, store)
+            swap = await in_thread(lambda: cls(config, used, store), cls._free)
             swap._start()
             undo.pop_all()
             return swap
@@ -175,25 +178,31 @@ class HighSpeedSwap:
     async def close(self) -> None:
         """Close sequences, finish or refuse what is in flight, free everything, remove the store.
 
-        Calls still waiting get ClosedError. Twice is fine.
+        Calls still waiting get ClosedError. Twice is fine, and the second waits for the first. Goes
+        on to the end when cancelled meanwhile.
         """
         with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-        async with AsyncExitStack() as last:
-            # In reverse: launches end, then I/O (the store ends also what never answers), then what
-            # they report is taken in, and last the memory they used is freed.
-            last.push_async_callback(asyncio.to_thread, self.device.close)
-            last.push_async_callback(asyncio.to_thread, self._free)
-            last.callback(self.mailbox.close)
-            last.push_async_callback(self.writes.settle)
-            last.push_async_callback(self.prefetcher.settle)
-            last.push_async_callback(self._store.close)
-            for sequence in self._sequences.values():
-                last.push_async_callback(sequence.quiet)
-            last.callback(self.prefetcher.close)
-        self._sequences.clear()
+            self.closed = True  # from here on nothing is enqueued
+        if self._ended is not None:
+            await asyncio.shield(self._ended)
+            return
+        self._ended = asyncio.get_running_loop().create_future()
+        self.prefetcher.close()
+        try:
+            # Launches end, then I/O (the store ends also what never answers), then what they report
+            # is taken in, and last the memory they used is freed.
+            await to_the_end(
+                lambda: in_thread(self._drain),
+                self._store.close,
+                lambda: insist(self.prefetcher.settle),
+                lambda: insist(self.writes.settle),
+                lambda: in_thread(self._free),
+                lambda: in_thread(self.device.close),
+            )
+        finally:
+            self.mailbox.close()
+            self._sequences.clear()
+            self._ended.set_result(None)
 
     # What follows is for the other files of this room.
 
@@ -231,13 +240,13 @@ class HighSpeedSwap:
         """The swap's own stream for None, else the caller's, wrapped once."""
         if handle is None:
             return self._stream
-        if isinstance(handle, Stream):
-            return handle
-        key = handle if isinstance(handle, int) else id(handle)
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = self.device.stream(handle)
-        return stream
+        key = _stream_number(handle)
+        with self.lock:
+            stream = self._streams.get(key) if key is not None else None
+            if stream is None or getattr(stream, "closed", False):
+                stream = self.device.stream(handle)  # refuses what is no stream of this device
+                self._streams[stream.handle] = stream
+            return stream
 
     @contextmanager
     def scratch(self, nbytes: int, stream: Stream) -> Iterator[Buffer]:
@@ -247,9 +256,13 @@ class HighSpeedSwap:
         try:
             yield buffer
         finally:
-            stream.record().call_when_done(
-                lambda: self.mailbox.post(lambda: self._scratch.give_back(buffer))
-            )
+            try:
+                stream.record().call_when_done(
+                    lambda: self.mailbox.post(lambda: self._reuse(buffer))
+                )
+            except HsswapError:  # nobody can say when it is unused
+                with self.lock:
+                    self._resources.append(buffer)
 
     def release_after(
         self, event: Event, pool: GroupPool, slots: I32, *, scan: bool = True
@@ -263,13 +276,21 @@ class HighSpeedSwap:
 
         event.call_when_done(lambda: self.mailbox.post(release))
 
+    def release_now(self, pool: GroupPool, slots: I32) -> None:
+        """Give leases back of slots that no launch was told of. From any thread."""
+        with self.lock:
+            pool.tier.release(slots, scan=True)
+        self.mailbox.post(self.prefetcher.pump_soon)
+
     async def release_sequence(self, sequence: Sequence) -> None:
         """Take a closed sequence's slots and ids back, after all work and I/O on them."""
         self.prefetcher.plan(sequence.number, [])
         await sequence.quiet()
         indices = sequence.ids & np.int64(0xFFFFFFFF)
-        await self.prefetcher.until(lambda: self._is_quiet(indices))
+        await self.prefetcher.until(lambda: self.closed or self._is_quiet(indices))
         with self.lock:
+            if self.closed:
+                return  # which gives everything back by itself
             self.writes.forget(indices)
             for pool in self._pools:
                 pool.tier.forget(indices)
@@ -325,9 +346,33 @@ class HighSpeedSwap:
             )
         return predictors
 
+    def _reuse(self, buffer: Buffer) -> None:
+        with self.lock:
+            self._scratch.give_back(buffer)
+
+    def _drain(self) -> None:
+        """Block until the device has run what was enqueued, on the callers' streams too."""
+        with self.lock:
+            streams = [self._stream, *self._streams.values()]
+        for stream in streams:
+            with suppress(HsswapError):  # failed or closed by its owner: it has ended
+                stream.synchronize()
+
     def _free(self) -> None:
         for stream in self._streams.values():
             stream.close()
         for resource in reversed(self._resources):
             resource.close()
         self._resources.clear()
+
+
+def _stream_number(handle: object) -> int | None:
+    """The raw handle of a caller's stream; None for what is none. Not the object's id, which is
+    another's once it is gone.
+    """
+    if isinstance(handle, Stream):
+        return handle.handle
+    protocol = getattr(handle, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    return handle if isinstance(handle, int) else None

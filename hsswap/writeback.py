@@ -43,7 +43,7 @@ class WriteBehind:
     """Writes of one swap. ``freed()`` is called on the loop after slots may have become free.
 
     A block whose write fails stays dirty in its host slot; :meth:`flush` tries it again and raises
-    what it gets then.
+    what it gets then. One that the device failed to fill is never written.
     """
 
     def __init__(
@@ -75,6 +75,15 @@ class WriteBehind:
         self._pending += len(batch.slots)
         event.call_when_done(lambda: self._mailbox.post(lambda: self._start(event, batch)))
 
+    def refuse(self, batch: Batch, error: BaseException) -> None:
+        """The device was never told to fill these slots, or not all of it. Under the lock.
+
+        They stay taken, unwritten, until the sequence that owns the blocks is closed.
+        """
+        problem = DeviceError(f"the device was not told to fill a block: {error!r}")
+        problem.__cause__ = error
+        self._failed.append((batch, problem))
+
     async def flush(self) -> None:
         """Wait until everything announced before has been written, failed blocks tried once more.
 
@@ -82,7 +91,8 @@ class WriteBehind:
         """
         await self.settle()
         with self._lock:
-            again, self._failed = self._failed, []
+            again = [(b, e) for b, e in self._failed if not isinstance(e, DeviceError)]
+            self._failed = [(b, e) for b, e in self._failed if isinstance(e, DeviceError)]
             self._pending += sum(len(batch.slots) for batch, _ in again)
         for batch, _ in again:
             self._write(batch)
