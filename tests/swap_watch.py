@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from hsswap import HighSpeedSwap, Sequence, SwapConfig
 from hsswap.driver import open_device
-from hsswap.driver.base import Buffer
+from hsswap.driver.base import Buffer, Stream
 from hsswap.io.base import BlockIO
 from hsswap.io.memory import Fault, MemoryIO
 from hsswap.pools import GroupPool
@@ -61,6 +62,22 @@ def _poison_device_slots(pool: GroupPool) -> None:
 def pools_of(swap: HighSpeedSwap) -> list[GroupPool]:
     """The pools of all layer groups, each once."""
     return list({id(p): p for p in map(swap.pool_of, range(swap.config.dims.layers))}.values())
+
+
+class Stuck:
+    """A stream of the device that runs nothing until :meth:`go`."""
+
+    def __init__(self, swap: HighSpeedSwap) -> None:
+        self.stream: Stream = swap.device.stream()
+        self._go = threading.Event()
+        self.stream.enqueue("hold", lambda _work, _scratch: self._go.wait(), None)  # type: ignore[attr-defined]
+
+    @property
+    def gone(self) -> bool:
+        return self._go.is_set()
+
+    def go(self) -> None:
+        self._go.set()
 
 
 @asynccontextmanager

@@ -12,13 +12,12 @@ import pytest
 import hsswap
 from hsswap import HighSpeedSwap
 from hsswap.driver import open_device
-from hsswap.driver.base import Stream
 from hsswap.errors import ClosedError, HsswapError
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.loop import Mailbox
 from hsswap.sync import _LoopThread
 from tests.swap_cases import SMALL, Case, config_for, random_case
-from tests.swap_watch import fill, turns, within
+from tests.swap_watch import Stuck, fill, turns, within
 
 TOKENS = 800
 
@@ -26,22 +25,6 @@ TOKENS = 800
 @pytest.fixture(scope="module")
 def case() -> Case:
     return random_case(SMALL, TOKENS, seed=43)
-
-
-class Stuck:
-    """A stream of the device that runs nothing until :meth:`go`."""
-
-    def __init__(self, swap: HighSpeedSwap) -> None:
-        self.stream: Stream = swap.device.stream()
-        self._go = threading.Event()
-        self.stream.enqueue("hold", lambda _work, _scratch: self._go.wait(), None)  # type: ignore[attr-defined]
-
-    @property
-    def gone(self) -> bool:
-        return self._go.is_set()
-
-    def go(self) -> None:
-        self._go.set()
 
 
 async def test_closing_waits_for_work_on_the_callers_streams(case: Case) -> None:

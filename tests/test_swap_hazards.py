@@ -23,7 +23,7 @@ from hsswap.errors import (
 from hsswap.io.memory import Fault, FaultKind
 from hsswap.prefetch import Blocks
 from tests.swap_cases import SMALL, Case, config_for, random_case, run
-from tests.swap_watch import fill, turns, until, watched, within
+from tests.swap_watch import Stuck, fill, turns, until, watched, within
 
 TOKENS = 800
 
@@ -249,3 +249,63 @@ async def test_an_attend_whose_launch_is_refused_holds_nothing(
         result = await within(lambda: sequence.attend(0, case.queries[0]))
         await result.done()
         assert (np.asarray(result.out) == wanted[0]).all()
+
+
+@pytest.mark.parametrize("top_k", [None, TopK(2)])
+async def test_no_slot_is_refilled_under_a_slow_reader(case: Case, top_k: TopK | None) -> None:
+    """A stream stands still with tiles enqueued while others want their slots and the sequence is
+    closed: its answer comes out right when it goes on.
+    """
+    wanted = await run(case, config_for(case), [TOKENS])
+    config = config_for(case, sequences=3, extra_device=40)
+    async with watched(config) as swap:
+        slow, others = swap.sequence(), [swap.sequence(top_k=top_k), swap.sequence()]
+        for sequence in (slow, *others):
+            await fill(sequence, case)
+        await swap.flush()
+        stuck = Stuck(swap)
+        out = np.zeros((1, 6, 16), np.uint16)
+        first = asyncio.ensure_future(
+            slow.attend(0, case.queries[0][-1:], out, stream=stuck.stream.handle)
+        )
+        await turns(100)
+        asking = [
+            asyncio.ensure_future(sequence.attend(1, case.queries[1][-7:])) for sequence in others
+        ]
+        await turns(100)
+        stuck.go()
+        await within(lambda: asyncio.gather(first, *asking))
+        await within(slow.close)
+        await first.result().done()
+        assert (out == wanted[0][-1:]).all()
+        for call in asking:
+            await call.result().done()
+            assert (np.asarray(call.result().out) == wanted[1][-7:]).all()
+        await asyncio.to_thread(stuck.stream.close)
+
+
+async def test_who_waits_for_slots_is_not_starved_by_those_who_need_none(case: Case) -> None:
+    """Two sequences whose blocks are in the host tier attend in turn, so that some lease is always
+    held; a third, which needs room, comes to its turn all the same.
+    """
+    config = config_for(case, sequences=3, extra_device=100, extra_host=40)
+    async with watched(config) as swap:
+        hungry, busy, other = swap.sequence(), *(swap.sequence(top_k=TopK(2)) for _ in range(2))
+        await fill(hungry, case)
+        for sequence in (busy, other):
+            await sequence.append(0, case.keys[0][:500], case.values[0][:500])
+        await swap.flush()
+        row = case.queries[0][499:500]
+        stuck = Stuck(swap)
+        result = busy.try_attend(0, row, exact=True, stream=stuck.stream)
+        assert result is not None  # all in the host tier, and leased until the stream goes on
+        asking = asyncio.ensure_future(hungry.attend(2, case.queries[2][-1:]))
+        await until(lambda: swap.prefetcher.crowded)
+        assert other.try_attend(0, row, exact=True) is None
+        behind = asyncio.ensure_future(other.attend(0, row, exact=True))
+        await turns(20)
+        assert not behind.done()
+        stuck.go()
+        for call in (asking, behind):
+            await (await within(lambda task=call: task)).done()  # type: ignore[misc]
+        await asyncio.to_thread(stuck.stream.close)
