@@ -193,7 +193,8 @@ class ExactPass:
             region = pool.next_region(self._stream)
             ring = pool.slots.units(region.slots[: len(missing)])
             self._gather(loaded, ring)
-            self._read(self._stream.record(), pool, loaded.slots)
+            region.last_read = self._stream.record()  # should the attend below be refused
+            self._read(region.last_read, pool, loaded.slots)
             self.unread = None
             units[:, missing] = ring
             self._attend(tile, units)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hsswap.swap import HighSpeedSwap
 
 QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
-"""How often closing a broken sequence asks its stream for room for an event: 10 seconds."""
+"""How often closing a sequence asks a full stream for room for an event: 10 seconds."""
 
 
 class Sequence:
@@ -50,7 +50,8 @@ class Sequence:
         self._top_k_layers: list[TopKLayer] = []
         self._last: tuple[Stream, Event] | None = None
         self._busy = ""
-        self._broken: tuple[Stream, BaseException] | None = None
+        self._broken: BaseException | None = None
+        self._unrecorded: Stream | None = None
         self._closed = False
         if top_k is not None:
             try:
@@ -194,18 +195,23 @@ class Sequence:
             self._closed = False  # cancelled while waiting: nothing was given back yet
             raise
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._busy)
+
     async def quiet(self) -> None:
         """Wait until no enqueued work uses the sequence's slots. For the swap."""
-        if self._broken is not None:
-            # What was enqueued last may be behind the last event: the queue was full, perhaps.
-            for _ in range(QUIET_ATTEMPTS):
-                try:
-                    self._last = (self._broken[0], self._broken[0].record())
-                    break
-                except ClosedError:
-                    break  # by its owner, who has waited for its work
-                except DeviceError:
-                    await asyncio.sleep(QUIET_PAUSE_S)
+        for _ in range(QUIET_ATTEMPTS):
+            if self._unrecorded is None:
+                break
+            try:  # What was enqueued last is behind the last event: the queue was full, perhaps.
+                self._last = (self._unrecorded, self._unrecorded.record())
+                self._unrecorded = None
+            except ClosedError:
+                self._unrecorded = None  # by its owner, who has waited for its work
+            except DeviceError:
+                await asyncio.sleep(QUIET_PAUSE_S)
         if self._last is not None:
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await self._last[1].wait()
@@ -245,13 +251,15 @@ class Sequence:
                 )
             if self._broken is not None:
                 raise DeviceError(
-                    f"an append of this sequence failed half-way ({self._broken[1]}); close it"
-                ) from self._broken[1]
+                    f"an append of this sequence failed half-way ({self._broken}); close it"
+                ) from self._broken
             self._busy = what
         try:
             yield
         finally:
             self._busy = ""
+            if self._swap.closed:
+                self._swap.prefetcher.pump_soon()  # close() waits for calls to end
 
     def _cache(self, layer: int) -> LayerCache:
         if not isinstance(layer, int) or not 0 <= layer < len(self._layers):
@@ -301,7 +309,7 @@ class Sequence:
                         ),
                     )
         except BaseException as error:  # some launches may be under way, others never will be
-            self._broken = (stream, error)
+            self._broken = error
             if len(slots):
                 swap.writes.refuse(batch, error)
             raise
@@ -364,7 +372,9 @@ class Sequence:
         try:
             yield
         finally:
+            self._unrecorded = stream
             self._last = (stream, stream.record())
+            self._unrecorded = None
 
     def _plan(self, ahead: list[Blocks]) -> None:
         """On the loop. A closed sequence plans no more: its ids may be another's by now."""

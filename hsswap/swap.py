@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Self
@@ -192,10 +192,13 @@ class HighSpeedSwap:
             # Launches end, then I/O (the store ends also what never answers), then what they report
             # is taken in, and last the memory they used is freed.
             await to_the_end(
-                lambda: in_thread(self._drain),
+                lambda: insist(self._quiet),
                 self._store.close,
                 lambda: insist(self.prefetcher.settle),
                 lambda: insist(self.writes.settle),
+                # Calls that waited for any of this end now, with launches of their own behind them.
+                lambda: insist(lambda: self.prefetcher.until(self._no_call)),
+                lambda: insist(self._quiet),
                 lambda: in_thread(self._free),
                 lambda: in_thread(self.device.close),
             )
@@ -350,13 +353,15 @@ class HighSpeedSwap:
         with self.lock:
             self._scratch.give_back(buffer)
 
-    def _drain(self) -> None:
-        """Block until the device has run what was enqueued, on the callers' streams too."""
-        with self.lock:
-            streams = [self._stream, *self._streams.values()]
-        for stream in streams:
-            with suppress(HsswapError):  # failed or closed by its owner: it has ended
-                stream.synchronize()
+    async def _quiet(self) -> None:
+        """Wait for what sequences have enqueued: by its events, since the callers' streams may be
+        gone by now.
+        """
+        for sequence in list(self._sequences.values()):
+            await sequence.quiet()
+
+    def _no_call(self) -> bool:
+        return not any(sequence.busy for sequence in self._sequences.values())
 
     def _free(self) -> None:
         for stream in self._streams.values():

@@ -11,7 +11,8 @@ from typing import Any
 
 from hsswap import HighSpeedSwap, Sequence, SwapConfig
 from hsswap.driver import open_device
-from hsswap.driver.base import Buffer, Stream
+from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.host import HostDevice
 from hsswap.io.base import BlockIO
 from hsswap.io.memory import Fault, MemoryIO
 from hsswap.pools import GroupPool
@@ -64,6 +65,15 @@ def pools_of(swap: HighSpeedSwap) -> list[GroupPool]:
     return list({id(p): p for p in map(swap.pool_of, range(swap.config.dims.layers))}.values())
 
 
+class Linked(HostDevice):
+    """A host device that behaves as one behind a link: blocks of more than four query rows are
+    gathered into a ring of device slots first.
+    """
+
+    def reads_in_place(self, rows: int) -> bool:
+        return rows <= 4
+
+
 class Stuck:
     """A stream of the device that runs nothing until :meth:`go`."""
 
@@ -85,13 +95,14 @@ async def watched(
     config: SwapConfig,
     *faults: Fault,
     io: BlockIO | None = None,
+    device: Device | None = None,
     close_sequences: bool = True,
 ) -> AsyncIterator[HighSpeedSwap]:
     """A poisoned swap. At the end sequences are closed, and nothing may be left of anything."""
     told: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: told.append(context))
-    device = open_device("host")
+    device = device or open_device("host")
     try:
         async with HighSpeedSwap.open(config, io=io or MemoryIO(faults), device=device) as swap:
             poison(swap)

@@ -23,7 +23,7 @@ from hsswap.errors import (
 from hsswap.io.memory import Fault, FaultKind
 from hsswap.prefetch import Blocks
 from tests.swap_cases import SMALL, Case, config_for, random_case, run
-from tests.swap_watch import Stuck, fill, turns, until, watched, within
+from tests.swap_watch import Linked, Stuck, fill, turns, until, watched, within
 
 TOKENS = 800
 
@@ -309,3 +309,21 @@ async def test_who_waits_for_slots_is_not_starved_by_those_who_need_none(case: C
         for call in (asking, behind):
             await (await within(lambda task=call: task)).done()  # type: ignore[misc]
         await asyncio.to_thread(stuck.stream.close)
+
+
+async def test_a_ring_region_knows_of_a_gather_whose_attend_was_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next user of the region, on whatever stream, must come after that gather."""
+    async with watched(config_for(case), device=Linked()) as swap:
+        sequence = swap.sequence()
+        await fill(sequence, case)
+
+        def refused(*_: object) -> None:
+            raise DeviceError("the queue is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(swap.device, "attend", refused)
+            with pytest.raises(DeviceError):
+                await within(lambda: sequence.attend(0, case.queries[0]))
+        assert [region.last_read is not None for region in swap.pool_of(0).ring] == [True, False]

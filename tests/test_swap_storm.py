@@ -18,7 +18,7 @@ from hsswap import HsswapError, SwapConfig, TopK
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.swap_actors import Actor, Truth, is_typed, storm, truth_of
 from tests.swap_cases import MIXED, SMALL, config_for
-from tests.swap_watch import turns, watched, within
+from tests.swap_watch import Linked, turns, watched, within
 
 TOP_K = TopK(3)
 SIZES = ((700, 31), (420, 32), (930, 33))
@@ -70,10 +70,17 @@ def faults_of(seed: int, count: int) -> list[Fault]:
 
 
 async def rage(
-    truths: list[Truth], config: SwapConfig, seed: int, actors: int, lives: int, faults: int = 0
+    truths: list[Truth],
+    config: SwapConfig,
+    seed: int,
+    actors: int,
+    lives: int,
+    faults: int = 0,
+    linked: bool = False,
 ) -> int:
     """One storm on a swap of its own; how many answers were compared."""
-    async with watched(config, *(faults_of(seed, faults) if faults else ())) as swap:
+    io = MemoryIO(faults_of(seed, faults) if faults else ())
+    async with watched(config, io=io, device=Linked() if linked else None) as swap:
         streams = [swap.device.stream() for _ in range(2)]
         handed = (None, streams[0], streams[1].handle)
         cast = [Actor(swap, truths, TOP_K, seed * 1000 + n, handed) for n in range(actors)]
@@ -90,6 +97,11 @@ async def test_a_storm_on_the_least_slots(small: list[Truth], seed: int) -> None
 
 async def test_a_storm_over_layer_groups_and_windows(mixed: list[Truth]) -> None:
     assert await rage(mixed, tight(mixed, 4), 7, actors=5, lives=2) > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_storm_through_the_ring(small: list[Truth], seed: int) -> None:
+    assert await rage(small, tight(small, 5), 40 + seed, actors=7, lives=2, linked=True) > 30
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,7 +164,15 @@ def test_blocking_callers_in_threads_of_their_own(small: list[Truth]) -> None:
 async def test_long_storms(small: list[Truth], mixed: list[Truth], seed: int) -> None:
     truths = (small, small, mixed)[seed % 3]
     config = tight(truths, 6 + seed % 20, caches=seed % 4, more=(0, 0, 1, 37)[seed // 3 % 4])
-    await rage(truths, config, 100 + seed, actors=8 + seed, lives=6, faults=(0, 10)[seed % 2])
+    await rage(
+        truths,
+        config,
+        100 + seed,
+        actors=8 + seed,
+        lives=6,
+        faults=(0, 10)[seed % 2],
+        linked=seed % 5 == 0,
+    )
 
 
 def test_errors_of_a_storm_are_all_ours() -> None:
