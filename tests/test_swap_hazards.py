@@ -327,3 +327,36 @@ async def test_a_ring_region_knows_of_a_gather_whose_attend_was_refused(
             with pytest.raises(DeviceError):
                 await within(lambda: sequence.attend(0, case.queries[0]))
         assert [region.last_read is not None for region in swap.pool_of(0).ring] == [True, False]
+
+
+@pytest.mark.parametrize("limit", range(3, 40, 3))
+async def test_a_full_queue_is_a_typed_error_and_leaves_nothing(
+    case: Case, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """The caller's stream stands still and its queue fills up, at any point of a call."""
+    wanted = await run(case, config_for(case), [TOKENS])
+    async with watched(config_for(case, sequences=2, capacity=2000)) as swap:
+        stuck, sequence, other = Stuck(swap), swap.sequence(), swap.sequence()
+        with monkeypatch.context() as patch:
+            patch.setattr("hsswap.driver.host_stream.QUEUE_LIMIT", limit)
+            refused = 0
+            for start in range(0, 200, 10):
+                part = slice(start, start + 10)
+                try:
+                    await sequence.append(
+                        0, case.keys[0][part], case.values[0][part], stream=stuck.stream
+                    )
+                    await sequence.attend(0, case.queries[0][part], stream=stuck.stream)
+                except DeviceError:
+                    refused += 1
+            assert refused
+            closing = asyncio.ensure_future(sequence.close())
+            await turns(20)
+            assert not closing.done()
+            stuck.go()
+            await within(lambda: closing)
+        await fill(other, case)
+        result = await other.attend(0, case.queries[0])
+        await result.done()
+        assert (np.asarray(result.out) == wanted[0]).all()
+        await asyncio.to_thread(stuck.stream.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +108,32 @@ async def test_a_storm_through_the_ring(small: list[Truth], seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_storm_while_the_disk_fails(small: list[Truth], seed: int) -> None:
     assert await rage(small, tight(small, 5), 20 + seed, actors=6, lives=3, faults=6) > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_storm_in_a_store_too_small_on_a_disk_that_stays_full(
+    small: list[Truth], seed: int
+) -> None:
+    full = Fault(FaultKind.ERRNO, at=seed * 20, count=None, only="write", errno=errno.ENOSPC)
+    config = replace(tight(small, 8), capacity_tokens=1400)
+    async with watched(config, full) as swap:
+        cast = [Actor(swap, small, TOP_K, 50 + 10 * seed + n) for n in range(10)]
+        await within(lambda: storm(cast, 2), LIMIT_S)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_closing_a_swap_whose_disk_does_not_answer(small: list[Truth], seed: int) -> None:
+    never = Fault(FaultKind.NEVER, at=7 * seed, only=("read", "write")[seed % 2])
+    async with watched(tight(small, 6), never, close_sequences=False) as swap:
+        cast = [Actor(swap, small, TOP_K, 60 + 10 * seed + n) for n in range(6)]
+        tasks = [asyncio.ensure_future(actor.run(3)) for actor in cast]
+        await turns(400)
+        closers = [asyncio.ensure_future(swap.close()) for _ in range(2)]
+        await turns(seed)
+        closers[seed % 2].cancel()
+        await within(lambda: asyncio.wait(closers))
+        ends = await within(lambda: asyncio.gather(*tasks, return_exceptions=True))
+        assert all(is_typed(end) for end in ends), ends
 
 
 @pytest.mark.parametrize("moment", [0, 3, 40, 300])
