@@ -9,8 +9,10 @@ a *unit* is one KV head's part of a block. Bytes of a block::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 
 from hsswap.errors import ConfigError
@@ -29,6 +31,20 @@ BF16_BYTES = 2
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def _require_integers(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        _require(whole, f"{name} is {value!r}; it must be a whole number")
+
+
+def _require_finite(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        finite = isinstance(value, Real) and math.isfinite(value)
+        _require(value is None or finite, f"{name} is {value!r}; it must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,12 @@ class LayerGroup:
     aux_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _require_integers(
+            self, "layers", "q_heads", "kv_heads", "head_dim", "value_dim", "aux_bytes"
+        )
+        if self.window is not None:
+            _require_integers(self, "window")
+        _require_finite(self, "scale", "soft_cap")
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         _require(self.layers >= 1, f"layers is {self.layers}; a layer group has at least one")
@@ -102,6 +124,7 @@ class ModelDims:
     block_size: int = 16
 
     def __post_init__(self) -> None:
+        _require_integers(self, "block_size")
         _require(len(self.groups) >= 1, "a model has at least one layer group")
         size = self.block_size
         _require(
@@ -172,6 +195,7 @@ class PredictorConfig:
     seed: int = 0xCAFEF00D
 
     def __post_init__(self) -> None:
+        _require_integers(self, "rank", "seed")
         _require(1 <= self.rank <= 128, f"rank is {self.rank}; it must be from 1 to 128")
         _require(self.seed >= 0, f"seed is {self.seed}; it cannot be negative")
 
@@ -206,6 +230,21 @@ class SwapConfig:
     predictor: PredictorConfig | None = field(default_factory=PredictorConfig)
 
     def __post_init__(self) -> None:
+        known = isinstance(self.dims, ModelDims)
+        _require(known, f"dims is a {type(self.dims).__name__}; ModelDims is needed")
+        known = self.predictor is None or isinstance(self.predictor, PredictorConfig)
+        _require(
+            known,
+            f"predictor is a {type(self.predictor).__name__}; PredictorConfig or None is needed",
+        )
+        for name in ("device", "io"):
+            value = getattr(self, name)
+            _require(isinstance(value, str), f"{name} is {value!r}; a name is needed")
+        _require_integers(
+            self,
+            *("capacity_tokens", "device_slots", "host_slots"),
+            *("max_sequences", "io_threads", "tile_tokens"),
+        )
         _require(
             self.capacity_tokens >= 1, f"capacity_tokens is {self.capacity_tokens}; 1 and more"
         )
@@ -217,6 +256,13 @@ class SwapConfig:
             self.tile_tokens >= SPAN_TOKENS and self.tile_tokens % SPAN_TOKENS == 0,
             f"tile_tokens is {self.tile_tokens}; it must be a multiple of {SPAN_TOKENS}",
         )
+        heads = max(group.kv_heads for group in self.dims.groups)
+        for name in ("device_slots", "host_slots"):
+            value = getattr(self, name)
+            _require(
+                value * heads < 1 << 31,
+                f"{name} is {value}: more units than slot numbers have (2**31)",
+            )
         _require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; 1 and more")
         _require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; 1 to 64")
         need = self.min_device_slots
