@@ -15,7 +15,8 @@ class Mailbox:
     """Callables to run on a loop's thread, in order, from any thread.
 
     One ``call_soon_threadsafe`` carries everything posted until it runs: a wake-up costs 45 to 70
-    us, a message in a batch 2 (measured, 2 cores). After :meth:`close` posts are dropped.
+    us, a message in a batch 2 (measured, 2 cores). Posts are dropped after
+    :meth:`close`, and once the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,7 +33,10 @@ class Mailbox:
             self._messages.append(message)
             if len(self._messages) > 1:
                 return
-            self._loop.call_soon_threadsafe(self._run)
+            try:
+                self._loop.call_soon_threadsafe(self._run)
+            except RuntimeError:  # the loop was closed; a device's thread must not die of it
+                self._closed = True
 
     def close(self) -> None:
         """Drop what is posted from now on; what was posted before still runs."""

@@ -193,3 +193,12 @@ def test_the_loops_thread_ends_only_when_every_call_has() -> None:
     assert ends == ["done"]
     with pytest.raises(ClosedError):
         loop.run(long())
+
+
+def test_a_post_to_a_loop_that_is_closed_is_dropped() -> None:
+    """It comes from a device's thread, which would die of an exception."""
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    loop.close()
+    for _ in range(2):
+        mailbox.post(lambda: None)
