@@ -105,6 +105,9 @@ class Actor:
         """Exact mode: chunks of any size, questions of any size, in any layer, in between."""
         case, stop = truth.case, 1 + self.pick(truth.case.tokens)
         while sequence.length < stop:
+            if self.pick(8) == 0:
+                with suppress(*CALM):
+                    await self.swap.flush()
             rows = min(stop - sequence.length, 1 + self.pick(self.pick(400) + 1))
             end = sequence.length + rows
             for layer in range(case.dims.layers):

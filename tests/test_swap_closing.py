@@ -17,7 +17,7 @@ from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.loop import Mailbox
 from hsswap.sync import _LoopThread
 from tests.swap_cases import SMALL, Case, config_for, random_case
-from tests.swap_watch import Stuck, fill, turns, within
+from tests.swap_watch import Stuck, fill, turns, watched, within
 
 TOKENS = 800
 
@@ -202,3 +202,17 @@ def test_a_post_to_a_loop_that_is_closed_is_dropped() -> None:
     loop.close()
     for _ in range(2):
         mailbox.post(lambda: None)
+
+
+async def test_flush_waits_for_what_came_before_it_alone(case: Case) -> None:
+    """Else it never returns while somebody goes on appending."""
+    hold = Fault(FaultKind.HOLD, only="write")
+    never = Fault(FaultKind.NEVER, at=1, count=None, only="write")
+    async with watched(config_for(case), hold, never, close_sequences=False) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, case.keys[0][:64], case.values[0][:64])
+        flushing = asyncio.ensure_future(swap.flush())
+        await turns(2)
+        await sequence.append(0, case.keys[0][64:96], case.values[0][64:96])
+        hold.gate.opened.set()
+        await within(lambda: flushing)
