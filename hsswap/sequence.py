@@ -95,7 +95,7 @@ class Sequence:
         Raises ArgumentError for wrong arrays, OutOfBlocks when the store is full: nothing was
         changed then. Raises OutOfSlots, or the error of a failed write, when no host slot can
         become free; rows that fill more than a tile go in parts, and :meth:`layer_length` says how
-        many are in.
+        many are in. DeviceError when a launch is refused half-way: the sequence can only be closed.
         """
         with self._exclusive("append"):
             raw_stream = self._swap.stream_of(stream)
@@ -166,7 +166,8 @@ class Sequence:
         """Like :meth:`attend`, from any thread, without ever waiting.
 
         None when blocks must come from disk, or when top-k must see which, or when the launches
-        would be more than :attr:`~hsswap.swap.MAX_TILES_AHEAD`; then use :meth:`attend`.
+        would be more than :attr:`~hsswap.swap.MAX_TILES_AHEAD`, or when host slots are needed that
+        others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):
             query = self._check_query(layer, queries, out, stream)
