@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hsswap import __version__
 from hsswap.commands.interrupts import Interrupted, Interrupts
@@ -33,6 +33,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and leave with 2."""
         self.exit(USAGE, f"hsswap: {message}; see {self.prog} --help\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse keeps to itself that help could not be written.
+        if file is sys.stdout:
+            say(message, sys.stdout, end="")
+        else:
+            _complain(message, end="")
 
 
 def make_parser() -> Parser:
@@ -71,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ending is None:
             raise
         if ending.message:
-            _complain(ending.message)
+            _complain("hsswap: " + " ".join(ending.message.split()))
         silence_standard_streams()
         return ending.code
 
@@ -119,9 +126,9 @@ def _ending(error: BaseException) -> _Ending | None:
     return None
 
 
-def _complain(message: str) -> None:
+def _complain(message: str, end: str = "\n") -> None:
     with suppress(OutputError):  # where nobody can be told, the exit code says it
-        say("hsswap: " + " ".join(message.split()), sys.stderr)
+        say(message, sys.stderr, end=end)
 
 
 if __name__ == "__main__":

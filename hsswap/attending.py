@@ -68,10 +68,15 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
     """Attend every block; each tile is launched as soon as its blocks are in memory."""
     launched: deque[Event] = deque()
     work = _exact_pass(swap, query)
-    with _state(swap, query) as state:
+    with _state(swap, query, work) as state:
         while True:
             with swap.lock:
-                while not work.finished and len(launched) < swap.max_tiles_ahead:
+                swap.check_open()  # after every await: what follows touches memory
+                while (
+                    not work.finished
+                    and len(launched) < swap.max_tiles_ahead
+                    and not swap.prefetcher.crowded
+                ):
                     ready = work.lease_next()
                     if ready is None:
                         break
@@ -81,7 +86,6 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                 if work.finished:
                     return _finish(swap, query, work, state)
                 blocks = work.needs()
-                swap.check_open()
             if len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
                 continue
@@ -99,7 +103,9 @@ def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
     work = _exact_pass(swap, query)
     if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
         return None
-    with _state(swap, query) as state:
+    if swap.prefetcher.crowded and not work.all_on_device():
+        return None
+    with _state(swap, query, work) as state:
         while not work.finished:
             ready = work.lease_next()
             assert ready is not None  # all_in_host_tier, under the same lock
@@ -119,6 +125,7 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
             )
             chosen_event = stream.record()
         await chosen_event.wait()
+        swap.check_open()  # the choice's memory goes when the swap is closed
         wanted = choice.blocks_to_load()
         missed = 0
         step = swap.config.tile_blocks
@@ -129,8 +136,14 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
             missed += loaded.missed
             with swap.lock:
                 swap.check_open()
-                layer.enqueue_gather(device, stream, choice, part, loaded.slots)
-                swap.release_after(stream.record(), cache.pool, loaded.slots, scan=False)
+                try:
+                    layer.enqueue_gather(device, stream, choice, part, loaded.slots)
+                    gathered = stream.record()
+                except BaseException:
+                    swap.release_now(cache.pool, loaded.slots)
+                    raise
+                swap.release_after(gathered, cache.pool, loaded.slots, scan=False)
+        swap.check_open()
     except BaseException:
         layer.reset()
         raise
@@ -138,7 +151,6 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
     left_out = choice.left_out.array().copy()
     group = cache.pool.group
     with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
-        swap.check_open()
         layer.enqueue_attend(
             device,
             stream,
@@ -168,11 +180,15 @@ def _exact_pass(swap: HighSpeedSwap, query: Query) -> ExactPass:
 
 
 @contextmanager
-def _state(swap: HighSpeedSwap, query: Query) -> Iterator[AttentionState]:
+def _state(swap: HighSpeedSwap, query: Query, work: ExactPass) -> Iterator[AttentionState]:
     """Carried state for one exact attend, in memory that returns after its last launch."""
     group, rows = query.cache.pool.group, query.queries.shape[0]
     with swap.scratch(state_bytes(group, rows), query.stream) as buffer:
-        yield state_in(buffer, group, rows)
+        try:
+            yield state_in(buffer, group, rows)
+        finally:
+            if work.unread is not None:
+                swap.release_now(query.cache.pool, work.unread)
 
 
 def _finish(

@@ -9,9 +9,11 @@ a *unit* is one KV head's part of a block. Bytes of a block::
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 
 from hsswap.errors import ConfigError
@@ -40,9 +42,19 @@ def _require_integers(record: object, names: tuple[str, ...]) -> None:
 
 def _integer(value: object, name: str) -> int:
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        whole = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(f"{name} is {value!r}; give a whole number") from None
+        whole = None
+    if whole is None or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; give a whole number")
+    return whole
+
+
+def _require_finite(record: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(record, name)
+        finite = isinstance(value, Real) and math.isfinite(value)
+        _require(value is None or finite, f"{name} is {value!r}; give a finite number")
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,9 @@ class LayerGroup:
         _require_integers(
             self, ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "aux_bytes")
         )
+        if self.window is not None:
+            _require_integers(self, ("window",))
+        _require_finite(self, ("scale", "soft_cap"))
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         _require(self.layers >= 1, f"layers is {self.layers}; a layer group has at least one")
@@ -229,6 +244,14 @@ class SwapConfig:
     predictor: PredictorConfig | None = None
 
     def __post_init__(self) -> None:
+        known = isinstance(self.dims, ModelDims)
+        _require(known, f"dims is a {type(self.dims).__name__}; give ModelDims")
+        known = self.predictor is None or isinstance(self.predictor, PredictorConfig)
+        kind = type(self.predictor).__name__
+        _require(known, f"predictor is a {kind}; give a PredictorConfig or None")
+        for name in ("device", "io"):
+            value = getattr(self, name)
+            _require(isinstance(value, str), f"{name} is {value!r}; give a name")
         _require_integers(self, tuple(f.name for f in fields(self) if f.type == "int"))
         _require(
             self.capacity_tokens >= 1,
@@ -242,6 +265,13 @@ class SwapConfig:
             self.tile_tokens >= SPAN_TOKENS and self.tile_tokens % SPAN_TOKENS == 0,
             f"tile_tokens is {self.tile_tokens}; it must be a multiple of {SPAN_TOKENS}",
         )
+        heads = max(group.kv_heads for group in self.dims.groups)
+        for name in ("device_slots", "host_slots"):
+            value = getattr(self, name)
+            _require(
+                value * heads < 1 << 31,
+                f"{name} is {value}: more units than slot numbers have (2**31)",
+            )
         _require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; give 1 or more")
         _require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; give 1 to 64")
         need = self.min_device_slots

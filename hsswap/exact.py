@@ -105,6 +105,8 @@ class ExactPass:
         self._tiles = self._merged(tiles)
         self.next_tile = 0
         self.device_hits = 0
+        self.unread: I32 | None = None
+        """Leased slots of a tile whose launch failed before ``read`` was told of them."""
 
     @property
     def tile_count(self) -> int:
@@ -144,6 +146,11 @@ class ExactPass:
         """The blocks of the next tile that are not in device slots."""
         return self._cache.missing(self._tiles[self.next_tile], self._indices)[1]
 
+    def all_on_device(self) -> bool:
+        """Whether no tile left needs a host slot."""
+        left = self._tiles[self.next_tile :]
+        return not any((self._cache.device_slot[t.start : t.stop] < 0).any() for t in left)
+
     def all_in_host_tier(self) -> bool:
         """Whether every tile left can be gathered without reading from disk."""
         tier = self._cache.pool.tier
@@ -172,17 +179,21 @@ class ExactPass:
         missing = np.flatnonzero(slots < 0)
         self.device_hits += len(slots) - len(missing)
         units = pool.slots.units(slots)
+        self.unread = loaded.slots
         if self._in_place or not len(missing):
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
             units[:, missing] = host_unit(loaded.slots, heads, len(heads))
             self._attend(tile, units, state)
             if len(missing):
                 self._read(self._stream.record(), pool, loaded.slots)
+            self.unread = None
         else:
             region = pool.next_region(self._stream)
             ring = pool.slots.units(region.slots[: len(missing)])
             self._gather(loaded, ring)
-            self._read(self._stream.record(), pool, loaded.slots)
+            region.last_read = self._stream.record()  # should the attend below be refused
+            self._read(region.last_read, pool, loaded.slots)
+            self.unread = None
             units[:, missing] = ring
             self._attend(tile, units, state)
             region.last_read = self._stream.record()

@@ -46,6 +46,12 @@ class GroupPool:
         device_count = config.device_slots_of(index)
         host_count = config.host_slots_of(index)
         tile = config.tile_blocks
+        self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)
+        try:  # memory before tables: for sizes that are far too large the device has an error
+            self.host_memory: Buffer = device.allocate_host(host_count * self.block_bytes)
+        except BaseException:
+            self.device_memory.close()
+            raise
         regions = 0 if device.reads_in_place(ANY_ROWS) else RING_REGIONS
         self.slots = DeviceSlots(device_count, regions * tile, group.kv_heads)
         # Slots that stay out of the cache, for scans to stream through: half of them up to eight
@@ -57,12 +63,6 @@ class GroupPool:
         self._resident_in_layer = [0] * group.layers
         self.ring = [RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)]
         self._next_region = 0
-        self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)
-        try:
-            self.host_memory: Buffer = device.allocate_host(host_count * self.block_bytes)
-        except BaseException:
-            self.device_memory.close()
-            raise
         shape = (device_count * group.kv_heads, unit_bytes)
         self.units = UnitPool(tensor_in(self.device_memory, "u8", shape), group, dims.block_size)
         shape = (host_count, self.block_bytes)

@@ -109,6 +109,11 @@ class Prefetcher:
             f"planned={sum(map(len, self._plans.values()))}>"
         )
 
+    @property
+    def crowded(self) -> bool:
+        """Whether someone waits for slots: who comes now must queue, or could starve them."""
+        return bool(self._waiters)
+
     async def load(self, blocks: Blocks) -> Loaded:
         """Lease host slots that hold the blocks, reading what is on disk only.
 
@@ -116,7 +121,9 @@ class Prefetcher:
         :meth:`pump`. Raises the store's error for a block that could not be read, OutOfSlots when
         no slot can ever become free, ClosedError when the swap closes meanwhile.
         """
-        admitted: list[tuple[I32, list[Load]]] = []
+        if not len(blocks.indices):
+            return Loaded(np.empty(0, np.int32), 0)
+        admitted: list[tuple[I32, dict[Load, list[int]]]] = []
 
         def admit() -> bool:
             got = blocks.pool.tier.admit(blocks.group_layer, blocks.indices)
@@ -130,9 +137,9 @@ class Prefetcher:
             return True
 
         start = time.perf_counter()
-        await self._take_turn(admit, undo=lambda: self._release(blocks.pool, admitted[0][0], []))
+        await self._take_turn(admit, undo=lambda: self._release(blocks.pool, *admitted[0]))
         slots, loads = admitted[0]
-        missed = sum(int(np.isin(load.slots, slots).sum()) for load in loads)
+        missed = sum(map(len, loads.values()))
         try:
             for load in loads:
                 await load.finished.wait()
@@ -140,7 +147,7 @@ class Prefetcher:
             self._release(blocks.pool, slots, loads)
             raise
         self._counters.read_wait_s += time.perf_counter() - start if loads else 0.0
-        errors = [load.failed[s] for load in loads for s in load.failed if s in slots]
+        errors = [load.failed[s] for load, mine in loads.items() for s in mine if s in load.failed]
         if errors:
             self._release(blocks.pool, slots, loads)
             raise errors[0]
@@ -148,6 +155,8 @@ class Prefetcher:
 
     async def reserve(self, blocks: Blocks) -> I32:
         """Dirty host slots for blocks about to be written there. Raises like :meth:`load`."""
+        if not len(blocks.indices):
+            return np.empty(0, np.int32)
         taken: list[I32] = []
 
         def admit() -> bool:
@@ -184,21 +193,16 @@ class Prefetcher:
             while self._waiters:
                 waiter = self._waiters[0]
                 if not waiter.turn.done():
-                    if not waiter.admit():
+                    if waiter.admit():
+                        waiter.turn.set_result(None)
+                    elif not self._in_flight and (reason := self._starved()) is not None:
+                        waiter.turn.set_exception(reason)  # and the next may fit, or is told too
+                    else:
                         break
-                    waiter.turn.set_result(None)
                 self._waiters.popleft()
-            if self._waiters and not self._in_flight:
-                reason = self._starved()
-                if reason is not None:
-                    waiter = self._waiters.popleft()
-                    waiter.turn.set_exception(reason)
             if not self._waiters:
                 self._read_ahead()
-        changed, self._changed = self._changed, []
-        for future in changed:
-            if not future.done():
-                future.set_result(None)
+        self._tell_changed()
 
     def pump_soon(self) -> None:
         """:meth:`pump` once, after what the loop has at hand: many slots come free together."""
@@ -229,6 +233,13 @@ class Prefetcher:
             waiter = self._waiters.popleft()
             if not waiter.turn.done():
                 waiter.turn.set_exception(ClosedError("the swap was closed during the call"))
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
+        changed, self._changed = self._changed, []
+        for future in changed:
+            if not future.done():
+                future.set_result(None)
 
     async def _take_turn(self, admit: Callable[[], bool], undo: Callable[[], None]) -> None:
         """Wait in line until ``admit`` succeeds; ``undo`` it if the caller was cancelled then."""
@@ -305,9 +316,15 @@ class Prefetcher:
             load.finished.set()
             self.pump_soon()
 
-    def _loads_of(self, pool: GroupPool, slots: I32) -> list[Load]:
+    def _loads_of(self, pool: GroupPool, slots: I32) -> dict[Load, list[int]]:
+        """The reads that some of the slots wait for, and which slots. A load's other slots do not
+        count: one that failed is free, and may hold another of the blocks by now.
+        """
+        loads: dict[Load, list[int]] = {}
         reading = slots[pool.tier.state[slots] == SlotState.READING]
-        return list(dict.fromkeys(self._table(pool)[reading].tolist()))
+        for slot, load in zip(reading.tolist(), self._table(pool)[reading].tolist(), strict=True):
+            loads.setdefault(load, []).append(slot)
+        return loads
 
     def _table(self, pool: GroupPool) -> NDArray[np.object_]:
         """The load that each slot of a pool waits for."""
@@ -316,8 +333,8 @@ class Prefetcher:
             table = self._load_of[id(pool)] = np.full(pool.tier.slot_count, None)
         return table
 
-    def _release(self, pool: GroupPool, slots: I32, loads: list[Load]) -> None:
-        lost = [slot for load in loads for slot in load.failed]
+    def _release(self, pool: GroupPool, slots: I32, loads: dict[Load, list[int]]) -> None:
+        lost = [slot for load, mine in loads.items() for slot in mine if slot in load.failed]
         kept = slots[~np.isin(slots, lost)] if lost else slots
         with self._lock:
             pool.tier.release(kept, scan=True)

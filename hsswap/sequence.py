@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,6 +26,9 @@ from hsswap.writeback import Batch
 if TYPE_CHECKING:
     from hsswap.swap import HighSpeedSwap
 
+QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
+"""How often closing a sequence asks a full stream for room for an event: 10 seconds."""
+
 
 class Sequence:
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
@@ -46,6 +50,8 @@ class Sequence:
         self._top_k_layers: list[TopKLayer] = []
         self._last: tuple[Stream, Event] | None = None
         self._busy = ""
+        self._broken: BaseException | None = None
+        self._unrecorded: Stream | None = None
         self._closed = False
         if top_k is not None:
             try:
@@ -94,15 +100,16 @@ class Sequence:
         Raises ArgumentError for wrong arrays, OutOfBlocks when the store is full: nothing was
         changed then. Raises OutOfSlots, or the error of a failed write, when no host slot can
         become free; rows that fill more than a tile go in parts, and :meth:`layer_length` says how
-        many are in.
+        many are in. DeviceError when a launch is refused half-way: the sequence can only be closed.
         """
         with self._exclusive("append"):
-            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
+            rows = self._check_rows(layer, keys, values)
             for part in rows.parts(self._swap.config.tile_blocks):
                 filled = self._filled_by(part)
                 slots = await self._swap.prefetcher.reserve(filled)
                 with self._swap.lock:
+                    self._swap.check_open()
                     self._enqueue_rows(part, filled, slots, raw_stream)
 
     def try_append(
@@ -110,9 +117,11 @@ class Sequence:
     ) -> bool:
         """Like :meth:`append`, from any thread, but False in place of waiting for host slots."""
         with self._swap.lock, self._exclusive("append"):
-            rows = self._check_rows(layer, keys, values)
             raw_stream = self._swap.stream_of(stream)
+            rows = self._check_rows(layer, keys, values)
             filled = self._filled_by(rows)
+            if len(filled.indices) and self._swap.prefetcher.crowded:
+                return False
             if len(filled.indices) > self._swap.config.tile_blocks:
                 return False
             slots = filled.pool.tier.take(
@@ -162,7 +171,8 @@ class Sequence:
         """Like :meth:`attend`, from any thread, without ever waiting.
 
         None when blocks must come from disk, or when top-k must see which, or when the launches
-        would be more than :attr:`~hsswap.swap.MAX_TILES_AHEAD`; then use :meth:`attend`.
+        would be more than :attr:`~hsswap.swap.MAX_TILES_AHEAD`, or when host slots are needed that
+        others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):
             query = self._check_query(layer, queries, out, stream)
@@ -172,16 +182,17 @@ class Sequence:
                 result = try_attend_exact(self._swap, query)
             if result is not None:
                 ahead = self._ahead(query)
-                self._swap.mailbox.post(lambda: self._swap.prefetcher.plan(self.number, ahead))
+                self._swap.mailbox.post(lambda: self._plan(ahead))
             return result
 
     async def close(self) -> None:
         """Give back slots and ids, after work and I/O in flight for them. Twice is fine."""
-        if self._closed:
-            return
-        if self._busy:
-            raise ArgumentError(f"close() while {self._busy} of the same sequence is running")
-        self._closed = True
+        with self._swap.lock:
+            if self._closed:
+                return
+            if self._busy:
+                raise ArgumentError(f"close() while {self._busy} of the same sequence is running")
+            self._closed = True
         if self._swap.closed:
             return
         try:
@@ -190,8 +201,23 @@ class Sequence:
             self._closed = False  # cancelled while waiting: nothing was given back yet
             raise
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._busy)
+
     async def quiet(self) -> None:
         """Wait until no enqueued work uses the sequence's slots. For the swap."""
+        for _ in range(QUIET_ATTEMPTS):
+            if self._unrecorded is None:
+                break
+            try:  # What was enqueued last is behind the last event: the queue was full, perhaps.
+                self._last = (self._unrecorded, self._unrecorded.record())
+                self._unrecorded = None
+            except ClosedError:
+                self._unrecorded = None  # by its owner, who has waited for its work
+            except DeviceError:
+                await asyncio.sleep(QUIET_PAUSE_S)
         if self._last is not None:
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await self._last[1].wait()
@@ -222,17 +248,24 @@ class Sequence:
 
     @contextmanager
     def _exclusive(self, what: str) -> Iterator[None]:
-        if self.closed:
-            raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
-        if self._busy:
-            raise ArgumentError(
-                f"{what} while {self._busy} of the same sequence is running; await it first"
-            )
-        self._busy = what
+        with self._swap.lock:
+            if self.closed:
+                raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
+            if self._busy:
+                raise ArgumentError(
+                    f"{what} while {self._busy} of the same sequence is running; await it first"
+                )
+            if self._broken is not None:
+                raise DeviceError(
+                    f"an append of this sequence failed half-way ({self._broken}); close it"
+                ) from self._broken
+            self._busy = what
         try:
             yield
         finally:
             self._busy = ""
+            if self._swap.closed:
+                self._swap.prefetcher.pump_soon()  # close() waits for calls to end
 
     def _cache(self, layer: int) -> LayerCache:
         if not isinstance(layer, int) or not 0 <= layer < len(self._layers):
@@ -267,20 +300,26 @@ class Sequence:
 
     def _enqueue_rows(self, rows: Rows, filled: Blocks, slots: I32, stream: Stream) -> None:
         swap, cache = self._swap, rows.cache
-        with self._ordered(stream):
-            stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
-            if self.top_k is not None and len(slots):
-                swap.device.encode(
-                    stream,
-                    swap.predictor_of(cache.layer).encode_work(
-                        cache.group_layer,
-                        cache.pool.blocks,
-                        slots,
-                        filled.indices.astype(np.int32),
-                    ),
-                )
-        assert self._last is not None
         batch = Batch(filled, slots, keep=True, scan=self.top_k is None)
+        try:
+            with self._ordered(stream):
+                stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
+                if self.top_k is not None and len(slots):
+                    swap.device.encode(
+                        stream,
+                        swap.predictor_of(cache.layer).encode_work(
+                            cache.group_layer,
+                            cache.pool.blocks,
+                            slots,
+                            filled.indices.astype(np.int32),
+                        ),
+                    )
+        except BaseException as error:  # some launches may be under way, others never will be
+            self._broken = error
+            if len(slots):
+                swap.writes.refuse(batch, error)
+            raise
+        assert self._last is not None
         for keep in (True, False):
             part = np.flatnonzero(stays != keep)
             if len(part):
@@ -337,7 +376,14 @@ class Sequence:
         try:
             yield
         finally:
+            self._unrecorded = stream
             self._last = (stream, stream.record())
+            self._unrecorded = None
+
+    def _plan(self, ahead: list[Blocks]) -> None:
+        """On the loop. A closed sequence plans no more: its ids may be another's by now."""
+        if not self._closed:
+            self._swap.prefetcher.plan(self.number, ahead)
 
 
 def _leading(array: object, what: str) -> int:

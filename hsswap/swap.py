@@ -24,7 +24,8 @@ from hsswap.driver.tensor import tensor_in
 from hsswap.errors import ArgumentError, ClosedError, ConfigError, HsswapError, OutOfSlots
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
-from hsswap.loop import Mailbox
+from hsswap.io.waiting import to_the_end
+from hsswap.loop import Mailbox, in_thread, insist
 from hsswap.metrics import Counters, SwapStatistics
 from hsswap.pools import GroupPool, ScratchPool
 from hsswap.predictor import ProjectionPredictor, projection_matrix
@@ -58,6 +59,7 @@ class HighSpeedSwap:
         self._sequences: dict[int, Sequence] = {}
         self._next_number = 0
         self._streams: dict[int, Stream] = {}
+        self._ended: asyncio.Future[None] | None = None  # there once closing began
         self._resources: list[Buffer | GroupPool | ScratchPool | Stream] = []
         try:
             self._scratch = ScratchPool(device)
@@ -76,7 +78,7 @@ class HighSpeedSwap:
             raise
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        if hasattr(self, "mailbox") and not self.closed:
             warnings.warn(
                 "a swap was not closed; use 'async with HighSpeedSwap.open(...)'",
                 ResourceWarning,
@@ -110,9 +112,10 @@ class HighSpeedSwap:
         the directory cannot be used.
         """
         async with AsyncExitStack() as undo:
-            if device is None:
-                device = await asyncio.to_thread(open_device, config.device)
-            undo.push_async_callback(asyncio.to_thread, device.close)
+            used = device
+            if used is None:
+                used = await in_thread(lambda: open_device(config.device), Device.close)
+            undo.push_async_callback(in_thread, used.close)
             store = await BlockStore.open(
                 config.dims,
                 None if config.directory is None else Path(config.directory),
@@ -121,7 +124,7 @@ class HighSpeedSwap:
                 io_threads=config.io_threads,
             )
             undo.push_async_callback(store.close)
-            swap = await asyncio.to_thread(cls, config, device, store)
+            swap = await in_thread(lambda: cls(config, used, store), cls._free)
             swap._start()
             undo.pop_all()
             return swap
@@ -188,25 +191,34 @@ class HighSpeedSwap:
     async def close(self) -> None:
         """Close sequences, finish or refuse what is in flight, free everything, remove the store.
 
-        Calls still waiting get ClosedError. Twice is fine.
+        Calls still waiting get ClosedError. Twice is fine, and the second waits for the first. Goes
+        on to the end when cancelled meanwhile.
         """
         with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-        async with AsyncExitStack() as last:
-            # In reverse: launches end, then I/O (the store ends also what never answers), then what
-            # they report is taken in, and last the memory they used is freed.
-            last.push_async_callback(asyncio.to_thread, self.device.close)
-            last.push_async_callback(asyncio.to_thread, self._free)
-            last.callback(self.mailbox.close)
-            last.push_async_callback(self.writes.settle)
-            last.push_async_callback(self.prefetcher.settle)
-            last.push_async_callback(self._store.close)
-            for sequence in self._sequences.values():
-                last.push_async_callback(sequence.quiet)
-            last.callback(self.prefetcher.close)
-        self._sequences.clear()
+            self.closed = True  # from here on nothing is enqueued
+        if self._ended is not None:
+            await asyncio.shield(self._ended)
+            return
+        self._ended = asyncio.get_running_loop().create_future()
+        self.prefetcher.close()
+        try:
+            # Launches end, then I/O (the store ends also what never answers), then what they report
+            # is taken in, and last the memory they used is freed.
+            await to_the_end(
+                lambda: insist(self._quiet),
+                self._store.close,
+                lambda: insist(self.prefetcher.settle),
+                lambda: insist(self.writes.settle),
+                # Calls that waited for any of this end now, with launches of their own behind them.
+                lambda: insist(lambda: self.prefetcher.until(self._no_call)),
+                lambda: insist(self._quiet),
+                lambda: in_thread(self._free),
+                lambda: in_thread(self.device.close),
+            )
+        finally:
+            self.mailbox.close()
+            self._sequences.clear()
+            self._ended.set_result(None)
 
     # What follows is for the other files of this room.
 
@@ -244,13 +256,13 @@ class HighSpeedSwap:
         """The swap's own stream for None, else the caller's, wrapped once."""
         if handle is None:
             return self._stream
-        if isinstance(handle, Stream):
-            return handle
-        key = handle if isinstance(handle, int) else id(handle)
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = self.device.stream(handle)
-        return stream
+        key = _stream_number(handle)
+        with self.lock:
+            stream = self._streams.get(key) if key is not None else None
+            if stream is None or getattr(stream, "closed", False):
+                stream = self.device.stream(handle)  # refuses what is no stream of this device
+                self._streams[stream.handle] = stream
+            return stream
 
     @contextmanager
     def scratch(self, nbytes: int, stream: Stream) -> Iterator[Buffer]:
@@ -260,9 +272,13 @@ class HighSpeedSwap:
         try:
             yield buffer
         finally:
-            stream.record().call_when_done(
-                lambda: self.mailbox.post(lambda: self._scratch.give_back(buffer))
-            )
+            try:
+                stream.record().call_when_done(
+                    lambda: self.mailbox.post(lambda: self._reuse(buffer))
+                )
+            except HsswapError:  # nobody can say when it is unused
+                with self.lock:
+                    self._resources.append(buffer)
 
     def release_after(
         self, event: Event, pool: GroupPool, slots: I32, *, scan: bool = True
@@ -276,13 +292,21 @@ class HighSpeedSwap:
 
         event.call_when_done(lambda: self.mailbox.post(release))
 
+    def release_now(self, pool: GroupPool, slots: I32) -> None:
+        """Give leases back of slots that no launch was told of. From any thread."""
+        with self.lock:
+            pool.tier.release(slots, scan=True)
+        self.mailbox.post(self.prefetcher.pump_soon)
+
     async def release_sequence(self, sequence: Sequence) -> None:
         """Take a closed sequence's slots and ids back, after all work and I/O on them."""
         self.prefetcher.plan(sequence.number, [])
         await sequence.quiet()
         indices = sequence.ids & np.int64(0xFFFFFFFF)
-        await self.prefetcher.until(lambda: self._is_quiet(indices))
+        await self.prefetcher.until(lambda: self.closed or self._is_quiet(indices))
         with self.lock:
+            if self.closed:
+                return  # which gives everything back by itself
             self.writes.forget(indices)
             for pool in self._pools:
                 pool.tier.forget(indices)
@@ -338,9 +362,35 @@ class HighSpeedSwap:
             )
         return predictors
 
+    def _reuse(self, buffer: Buffer) -> None:
+        with self.lock:
+            self._scratch.give_back(buffer)
+
+    async def _quiet(self) -> None:
+        """Wait for what sequences have enqueued: by its events, since the callers' streams may be
+        gone by now.
+        """
+        for sequence in list(self._sequences.values()):
+            await sequence.quiet()
+
+    def _no_call(self) -> bool:
+        return not any(sequence.busy for sequence in self._sequences.values())
+
     def _free(self) -> None:
         for stream in self._streams.values():
             stream.close()
         for resource in reversed(self._resources):
             resource.close()
         self._resources.clear()
+
+
+def _stream_number(handle: object) -> int | None:
+    """The raw handle of a caller's stream; None for what is none. Not the object's id, which is
+    another's once it is gone.
+    """
+    if isinstance(handle, Stream):
+        return handle.handle
+    protocol = getattr(handle, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    return handle if isinstance(handle, int) else None

@@ -11,6 +11,7 @@ import concurrent.futures
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -19,7 +20,7 @@ import uvloop
 from hsswap.attending import AttendResult
 from hsswap.config import SwapConfig
 from hsswap.driver.base import Device
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, ClosedError
 from hsswap.io.base import BlockIO
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
@@ -57,15 +58,26 @@ class _LoopThread:
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
         self._loop.set_default_executor(_Executor(thread_name_prefix="hsswap-wait"))
+        self._lock = threading.Lock()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="hsswap-loop")
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An exception here (Ctrl-C) cancels it and waits for its end."""
+        """The coroutine's result. An exception here (Ctrl-C) cancels it and waits for its end.
+
+        Raises ClosedError once :meth:`close` began.
+        """
         if threading.current_thread() is self._thread:
             work.close()
             raise ArgumentError("a blocking call on the loop's own thread would never return")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._closing:
+                work.close()
+                raise ClosedError("the swap is closed; open a new one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(future)
         try:
             return future.result()
         except BaseException:
@@ -73,6 +85,9 @@ class _LoopThread:
                 future.cancel()
                 concurrent.futures.wait([future])
             raise
+        finally:
+            with self._lock:
+                self._calls.discard(future)
 
     def watch(self, swap: HighSpeedSwap) -> None:
         """Close the swap when the main thread ends without having done so.
@@ -95,8 +110,13 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(look)
 
     def close(self) -> None:
-        """Stop the loop and join the thread."""
-        self.run(self._loop.shutdown_default_executor())
+        """Stop the loop and join the thread, when the calls of other threads have ended."""
+        with self._lock:
+            self._closing = True
+            calls = list(self._calls)
+        concurrent.futures.wait(calls)
+        ended = self._loop.shutdown_default_executor()
+        asyncio.run_coroutine_threadsafe(ended, self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -154,8 +174,8 @@ class BlockingSequence:
         return result
 
     def close(self) -> None:
-        """Give back slots and ids. Twice is fine, also after the swap was closed."""
-        if not self._sequence.closed:
+        """Give back slots and ids. Twice is fine, and after the swap was closed."""
+        with suppress(ClosedError):
             self._loop.run(self._sequence.close())
 
 

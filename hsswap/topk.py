@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,10 @@ class TopK:
     cache_factor: int = 2
 
     def __post_init__(self) -> None:
+        for name in ("k", "cache_factor"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         if self.k < 1:
             raise ConfigError(f"k is {self.k}; at least one block must be chosen")
         if self.cache_factor < 1:

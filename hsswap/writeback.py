@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 
 import numpy as np
@@ -24,26 +25,28 @@ from hsswap.tiers import I32, SlotState
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Dirty host slots and the blocks in them. ``keep``: the copy in the host tier is wanted after
-    the write; ``scan``: only within the quota of scans (see :mod:`hsswap.tiers`).
+    the write; ``scan``: only within the quota of scans (see :mod:`hsswap.tiers`). ``epoch``: how
+    many times somebody had begun to wait when the batch was announced.
     """
 
     blocks: Blocks
     slots: I32
     keep: bool
     scan: bool
+    epoch: int = 0
 
     def part(self, positions: NDArray[np.int64]) -> Batch:
         """Some blocks of the batch."""
         b = self.blocks
         some = Blocks(b.pool, b.layer, b.indices[positions])
-        return Batch(some, self.slots[positions], self.keep, self.scan)
+        return replace(self, blocks=some, slots=self.slots[positions])
 
 
 class WriteBehind:
     """Writes of one swap. ``freed()`` is called on the loop after slots may have become free.
 
     A block whose write fails stays dirty in its host slot; :meth:`flush` tries it again and raises
-    what it gets then.
+    what it gets then. One that the device failed to fill is never written.
     """
 
     def __init__(
@@ -59,21 +62,31 @@ class WriteBehind:
         self._counters = counters
         self._mailbox = mailbox
         self._freed = freed
-        self._pending = 0
         self._failed: list[tuple[Batch, HsswapError]] = []
-        self._idle: list[asyncio.Future[None]] = []
+        self._epoch = 0
+        self._moving: Counter[int] = Counter()  # blocks announced or on their way, by epoch
+        self._idle: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def pending(self) -> int:
         """Blocks announced or on their way."""
-        return self._pending
+        return self._moving.total()
 
     def write_after(self, event: Event, batch: Batch) -> None:
         """Write the batch once ``event`` says that the device has filled it. From any thread, under
         the lock.
         """
-        self._pending += len(batch.slots)
+        batch = self._announce(batch)
         event.call_when_done(lambda: self._mailbox.post(lambda: self._start(event, batch)))
+
+    def refuse(self, batch: Batch, error: BaseException) -> None:
+        """The device was never told to fill these slots, or not all of it. Under the lock.
+
+        They stay taken, unwritten, until the sequence that owns the blocks is closed.
+        """
+        problem = DeviceError(f"the device was not told to fill a block: {error!r}")
+        problem.__cause__ = error
+        self._failed.append((batch, problem))
 
     async def flush(self) -> None:
         """Wait until everything announced before has been written, failed blocks tried once more.
@@ -82,20 +95,25 @@ class WriteBehind:
         """
         await self.settle()
         with self._lock:
-            again, self._failed = self._failed, []
-            self._pending += sum(len(batch.slots) for batch, _ in again)
-        for batch, _ in again:
+            again = [(b, e) for b, e in self._failed if not isinstance(e, DeviceError)]
+            self._failed = [(b, e) for b, e in self._failed if isinstance(e, DeviceError)]
+            batches = [self._announce(batch) for batch, _ in again]
+        for batch in batches:
             self._write(batch)
-        await self.settle()
+        if batches:
+            await self.settle()
         if self._failed:
             raise self._failed[0][1]
 
     async def settle(self) -> None:
-        """Wait until nothing is on its way."""
-        while self._pending:
+        """Wait until what was announced before has ended, whatever comes in meanwhile."""
+        with self._lock:
+            epoch, self._epoch = self._epoch, self._epoch + 1
+            if self._is_idle(epoch):
+                return
             idle = asyncio.get_running_loop().create_future()
-            self._idle.append(idle)
-            await idle
+            self._idle.append((epoch, idle))
+        await idle
 
     def forget(self, indices: NDArray[np.int64]) -> None:
         """Give up failed blocks whose ids are being freed; nothing of them may be on its way."""
@@ -123,7 +141,7 @@ class WriteBehind:
                 return None
             dirty += int((pool.tier.state == SlotState.DIRTY).sum())
         failed = sum(len(batch.slots) for batch, _ in self._failed)
-        if self._pending or dirty > failed:
+        if self.pending or dirty > failed:
             return None
         if self._failed:
             return self._failed[0][1]
@@ -158,13 +176,23 @@ class WriteBehind:
             batch.blocks.pool.tier.finish_write(
                 batch.slots, ok=error is None, scan=batch.scan, keep=batch.keep
             )
-            self._pending -= len(batch.slots)
+            self._moving[batch.epoch] -= len(batch.slots)
+            if not self._moving[batch.epoch]:
+                del self._moving[batch.epoch]
             if error is not None:
                 self._failed.append((batch, error))
                 self._counters.write_errors += len(batch.slots)
-        if not self._pending:
-            idle, self._idle = self._idle, []
-            for future in idle:
-                if not future.done():
-                    future.set_result(None)
+            idle = [entry for entry in self._idle if self._is_idle(entry[0])]
+            self._idle = [entry for entry in self._idle if entry not in idle]
+        for _, future in idle:
+            if not future.done():
+                future.set_result(None)
         self._freed()
+
+    def _announce(self, batch: Batch) -> Batch:
+        self._moving[self._epoch] += len(batch.slots)
+        return replace(batch, epoch=self._epoch)
+
+    def _is_idle(self, epoch: int) -> bool:
+        """Whether nothing moves that was announced in this epoch or before."""
+        return not any(other <= epoch for other in self._moving)

@@ -66,6 +66,18 @@ class TinyRun:
             return run_job(job, model, interrupts, progress_to=StringIO(), device=device)
 
 
+class Terminal(StringIO):
+    """A stream that people watch."""
+
+    def isatty(self) -> bool:
+        """As a terminal says."""
+        return True
+
+
+# One thread: a second one of BLAS only waits where tests run side by side.
+ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+
 @contextmanager
 def child(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """``python -m hsswap`` in a process of its own, killed at the end if it still runs."""
@@ -75,8 +87,7 @@ def child(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=PROJECT,
-        # One thread: a second one of BLAS only waits where tests run side by side.
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
     )
     with process:
         try:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, Sequence, SwapConfig
 from hsswap.bf16 import from_float32
+from hsswap.config import PredictorConfig
 from hsswap.driver.base import Device
 from hsswap.io.base import BlockIO
 from hsswap.io.memory import MemoryIO
@@ -82,6 +83,7 @@ def config_for(
         max_sequences=sequences,
         tile_tokens=tile_tokens,
         look_ahead=look_ahead,
+        predictor=PredictorConfig(),
     )
 
 

@@ -7,8 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -18,6 +16,7 @@ from hsswap.commands.doctor import COLUMNS, examine, lines_of, run_probe
 from hsswap.commands.doctor_probes import DEGRADED, MISSING, OK, Check
 from hsswap.commands.doctor_selftest import attention, store
 from hsswap.errors import CorruptBlock
+from hsswap.io.gds_probe import Reason
 from hsswap.io.store import BlockStore
 
 REQUIRED = {"python", "packages", "attention", "store"}
@@ -80,23 +79,13 @@ def test_a_folder_that_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
 
 
-class Reason(NamedTuple):
-    """As of hsswap.io.gds_probe."""
-
-    what: str
-    remedy: str
-
-
 @pytest.mark.parametrize("packages", [[], [Reason("no kvikio", "install it")]])
 @pytest.mark.parametrize("others", [[], [Reason("no drive", "buy one")]])
 def test_gpudirect(
     packages: list[Reason], others: list[Reason], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = SimpleNamespace(
-        missing_packages=lambda: packages, missing_for_gpudirect=lambda path: others
-    )
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(doctor_probes, "import_module", lambda name: probe)
+    monkeypatch.setattr("hsswap.io.gds_probe.missing_packages", lambda: packages)
+    monkeypatch.setattr("hsswap.io.gds_probe.missing_for_gpudirect", lambda path: others)
     (check,) = doctor_probes.gds(tmp_path)
     reasons = packages + others
     assert (check.state == OK) == (not reasons)

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 
 from hsswap.__main__ import main
-from hsswap.commands.decoding import Step, count_agreeing, dims_of, must_read_blocks
+from hsswap.commands.decoding import count_agreeing, dims_of, must_read_blocks
 from hsswap.commands.generate import run_job
 from hsswap.commands.interrupts import Interrupted, Interrupts
-from hsswap.commands.planning import best_tile, make_plan
-from hsswap.commands.plot import PlotError, draw
-from hsswap.commands.progress import Progress
+from hsswap.commands.planning import best_tile, check_memory, make_plan
 from hsswap.config import ModelDims
 from hsswap.errors import ConfigError
 from hsswap.models import Llama, PlainAttention
-from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, TinyRun
+from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, Terminal, TinyRun
 
 JSON_KEYS = [
     "text",
@@ -166,7 +164,9 @@ def test_top_k(tiny: TinyRun, tmp_path: Path) -> None:
 # Interrupts inside the process: threads and descriptors are counted by the leak check.
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 @pytest.mark.parametrize("where", ["progress", "text"])
 def test_a_signal_leaves_nothing(
     tiny: TinyRun, tmp_path: Path, where: str, number: signal.Signals, code: int
@@ -187,49 +187,28 @@ def test_a_signal_leaves_nothing(
     tiny.run("--tokens", "2", "--dir", str(store))
 
 
-def test_signals_are_kept_while_held() -> None:
-    reached = []
+@pytest.mark.parametrize("stream_type", [Terminal, StringIO])
+def test_the_prompt_of_the_shell_does_not_stand_behind_the_text(
+    tiny: TinyRun, stream_type: type[StringIO]
+) -> None:
+    class Raising(stream_type):  # type: ignore[valid-type, misc]
+        def write(self, text: str) -> int:
+            if text.strip():
+                signal.raise_signal(signal.SIGINT)
+            super().write(text)
+            return len(text)
 
-    def work(interrupts: Interrupts) -> None:
-        with interrupts.held():
-            signal.raise_signal(signal.SIGINT)
-            reached.append(1)
-            interrupts.check()
-            reached.append(2)
-
-    with Interrupts() as interrupts:
-        with pytest.raises(Interrupted):
-            work(interrupts)
-        signal.raise_signal(signal.SIGINT)  # everything is being closed already
-    assert reached == [1]
-
-
-def test_a_signal_elsewhere_is_raised_at_once() -> None:
-    with Interrupts(), pytest.raises(Interrupted):
-        signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    reached = []
-
-    def work(interrupts: Interrupts) -> None:
-        with interrupts.held():
-            signal.raise_signal(signal.SIGINT)
-            reached.append(1)
-            signal.raise_signal(signal.SIGINT)
-            reached.append(2)
-
+    text_to, progress_to = Raising(), StringIO()
+    job = tiny.job("--tokens", "50", "--io", "memory")
+    model = Llama.from_gguf(job.file)
     with Interrupts() as interrupts, pytest.raises(Interrupted):
-        work(interrupts)
-    assert reached == [1]
+        run_job(job, model, interrupts, text_to=text_to, progress_to=progress_to)
+    assert text_to.getvalue()
+    assert text_to.getvalue().endswith("\n") == (stream_type is Terminal)
+    assert progress_to.getvalue().endswith("\n--- continuation ---\n")
 
 
-def test_a_kept_signal_is_raised_at_the_end() -> None:
-    with Interrupts() as interrupts, pytest.raises(Interrupted), interrupts.held():
-        signal.raise_signal(signal.SIGINT)
-
-
-# Plans, steps, pictures.
+# Plans and steps.
 
 
 def test_the_default_plan_is_an_eighth_of_the_cache(tiny: TinyRun) -> None:
@@ -269,6 +248,23 @@ def test_in_top_k_mode_k_is_what_fits(tiny: TinyRun, slots: int) -> None:
         make_plan(replace(options, slots=391), dims, 2240)
 
 
+def test_slots_are_compared_with_memory(tiny: TinyRun) -> None:
+    config = tiny.job().plan.config
+    nbytes = LEAST_SLOTS * 2 * 16 * 32 * 2 + LEAST_HOST_SLOTS * 4096
+    check_memory(config, nbytes)
+    with pytest.raises(
+        ConfigError, match=f"--slots is {LEAST_SLOTS}, .* at most {LEAST_SLOTS - 1} f"
+    ):
+        check_memory(config, nbytes - 1)
+    most = LEAST_HOST_SLOTS - 1
+    with pytest.raises(
+        ConfigError, match=f"--host-slots is {LEAST_HOST_SLOTS}.* at most {most} fit"
+    ):
+        check_memory(config, LEAST_HOST_SLOTS * 4096 - 1)
+    # Slots of a GPU are not in this memory.
+    check_memory(replace(config, device="cuda:0", device_slots=1 << 40), nbytes)
+
+
 def test_must_read(tiny: TinyRun) -> None:
     config = tiny.job().plan.config
     slots = config.device_slots + config.host_slots
@@ -289,53 +285,3 @@ def test_the_plain_model_agrees_with_itself(tiny: TinyRun) -> None:
     tokens[-1] = (tokens[-1] + 1) % 12
     assert count_agreeing(model, job.prompt, tokens) == 5
     assert count_agreeing(model, job.prompt, tokens[:1]) == 1
-
-
-@pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let matplotlib open its fonts, which it keeps open."""
-    draw(tmp_path_factory.mktemp("fonts") / "first.png", [Step(0.1, 1, 1, 1)], "first")
-
-
-def test_the_picture(
-    fonts: None, tiny: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "run.png"
-    more = ("--tokens", "5", "--plot", str(picture), "--dir", str(tmp_path / "store"))
-    assert main(tiny.arguments(*more)) == 0
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert sorted(tmp_path.iterdir()) == [picture]
-    assert f"picture: {picture}" in capsys.readouterr().err
-
-
-def test_the_picture_of_one_token(fonts: None, tmp_path: Path) -> None:
-    draw(tmp_path / "none.png", [], "no steps")
-    draw(tmp_path / "one.png", [Step(0.1, 3, 2, 1)], "one")
-    with pytest.raises(PlotError, match="name another file"):
-        draw(tmp_path / "missing" / "x.png", [], "nowhere")
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_progress_on_a_terminal_and_elsewhere() -> None:
-    class Terminal(StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    progress = Progress(terminal)
-    progress.update(50, 100)
-    progress.update(100, 100)
-    assert terminal.getvalue().count("\r") == 2
-    assert terminal.getvalue().endswith("] 100/100 tokens\n")
-    progress = Progress(terminal)
-    progress.update(1, 100)
-    progress.close()
-    assert terminal.getvalue().endswith("1/100 tokens\n")
-    file = StringIO()
-    progress = Progress(file)
-    for done in range(1, 101):
-        progress.update(done, 100)
-    lines = file.getvalue().splitlines()
-    assert lines[0] == "prefill 1/100 tokens"
-    assert lines[-1] == "prefill 100/100 tokens"
-    assert len(lines) <= 11

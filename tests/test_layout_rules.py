@@ -163,7 +163,11 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
         ("swap.py", "from hsswap import models", "'swap' must not import hsswap"),
         ("swap.py", "__import__('hsswap.models.llama')", "must not import hsswap.models.llama"),
         ("extra.py", "", "no room: give 'extra' a row"),
-        ("io/posix.py", "import kvikio.defaults", "only io.gds_kvikio, bench.io_kvikio may import kvikio"),
+        (
+            "io/posix.py",
+            "import kvikio.defaults",
+            "only io.gds_kvikio, bench.io_kvikio may import kvikio",
+        ),
         ("swap.py", "from cuda.bindings import nvrtc", "only driver may import cuda"),
         ("ptx/big.cuh", "//\n" * 401, "401 lines, at most 400"),
         ("config.py", "#\n" * 400, "lines, at most 400"),

@@ -147,7 +147,8 @@ async def test_more_sequences_than_slots_serve(case: Case) -> None:
 
 
 async def test_top_k_needs_a_predictor(case: Case) -> None:
-    async with HighSpeedSwap.open(config_for(case), io=MemoryIO()) as swap:
+    config = replace(config_for(case), predictor=None)
+    async with HighSpeedSwap.open(config, io=MemoryIO()) as swap:
         with pytest.raises(ConfigError, match="predictor"):
             swap.sequence(top_k=TopK(4))
         with pytest.raises(ArgumentError, match=r"top_k is 4; give hsswap.TopK"):

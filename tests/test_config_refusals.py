@@ -1,0 +1,64 @@
+"""Settings of the wrong kind or of absurd size: a typed error, before or while a swap is opened."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from hsswap import HighSpeedSwap, LayerGroup, ModelDims, PredictorConfig, SwapConfig, TopK
+from hsswap.driver import open_device
+from hsswap.errors import HsswapError
+from hsswap.io.memory import MemoryIO
+
+DIMS = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=8)
+STRANGE = [-(2**70), -1, 0, 2**31, 2**40, 2**70, 1.5, float("nan"), float("inf"), "x", None, True]
+GOOD: dict[type, dict[str, Any]] = {
+    LayerGroup: {"layers": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 8},
+    ModelDims: {"groups": DIMS.groups, "block_size": 16},
+    PredictorConfig: {"rank": 32, "seed": 1},
+    TopK: {"k": 3, "cache_factor": 2},
+    SwapConfig: {"dims": DIMS, "capacity_tokens": 64, "device_slots": 70, "host_slots": 70},
+}
+INTEGERS = {
+    LayerGroup: ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "aux_bytes"),
+    ModelDims: ("block_size",),
+    PredictorConfig: ("rank", "seed"),
+    TopK: ("k", "cache_factor"),
+    SwapConfig: ("capacity_tokens", "device_slots", "host_slots", "max_sequences", "tile_tokens"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in INTEGERS.items() for name in names]
+)
+@pytest.mark.parametrize("value", [1.5, float("nan"), "x", None, True, 16.0])
+def test_what_is_no_whole_number_is_refused(kind: type, name: str, value: object) -> None:
+    with pytest.raises(HsswapError, match=f"{name} is"):
+        kind(**{**GOOD[kind], name: value})
+
+
+@pytest.mark.parametrize("name", ["window", "scale", "soft_cap", "dtype"])
+@pytest.mark.parametrize("value", STRANGE)
+def test_optional_settings_have_typed_errors(name: str, value: object) -> None:
+    with suppress(HsswapError):
+        LayerGroup(**{**GOOD[LayerGroup], name: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["device_slots", "host_slots", "max_sequences", "dims", "predictor", "device", "io"],
+)
+async def test_a_swap_opens_or_says_why_not(name: str) -> None:
+    for value in STRANGE:
+        device = open_device("host") if name != "device" else None
+        with suppress(HsswapError):
+            config = SwapConfig(**{**GOOD[SwapConfig], name: value})
+            io = MemoryIO() if name != "io" else None
+            async with HighSpeedSwap.open(config, io=io, device=device) as swap:
+                with suppress(HsswapError):
+                    swap.sequence(top_k=TopK(2**40))
+        if device is not None:
+            device.close()
+            assert device.live_count == 0
