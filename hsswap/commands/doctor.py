@@ -29,7 +29,7 @@ TEXT_COLUMN = 24
 def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the command: 0, or 1 if something is broken without which nothing works."""
     # A folder that is not there yet would be made in the nearest one above it.
-    path = None if parsed.directory is None else nearest_folder(parsed.directory)
+    path = nearest_folder(parsed.directory or temporary_folder())
     checks = []
     for check in examine(path):
         checks.append(check)
@@ -54,8 +54,16 @@ def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
     return 1 if broken else 0
 
 
-def examine(directory: Path | None, limit_s: float = PROBE_LIMIT_S) -> Iterator[Check]:
-    """Every check in order; ``directory`` None: the system's temporary folder. Never raises."""
+def temporary_folder() -> Path:
+    """The system's temporary folder; where none can be written to, the name it should have."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/tmp")
+
+
+def examine(directory: Path, limit_s: float = PROBE_LIMIT_S) -> Iterator[Check]:
+    """Every check in order, with a store in ``directory``. Never raises."""
 
     def attention() -> Iterator[Check]:
         from hsswap.commands.doctor_selftest import attention as probe
@@ -67,13 +75,12 @@ def examine(directory: Path | None, limit_s: float = PROBE_LIMIT_S) -> Iterator[
 
         return probe(directory)
 
-    place = directory or Path(tempfile.gettempdir())
     probes: list[tuple[str, Probe]] = [
         ("python", doctor_probes.python),
         ("cuda driver", doctor_probes.cuda),
-        ("gds", lambda: doctor_probes.gds(place)),
+        ("gds", lambda: doctor_probes.gds(directory)),
         ("io_uring", doctor_probes.io_uring),
-        ("direct I/O", lambda: doctor_probes.directory(place)),
+        ("direct I/O", lambda: doctor_probes.directory(directory)),
         ("memory", doctor_probes.memory),
         ("attention", attention),
         ("store", store),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -17,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +103,10 @@ def gds(path: Path) -> Iterator[Check]:
 
     Nothing is transferred, because that can end the process; only opening the backend finds out.
     """
-    if importlib.util.find_spec("hsswap.io.gds_probe") is None:
-        text = "this version reads through host memory only"
-        yield Check("gds", MISSING, text, "nothing to do: --io posix works without it")
-        return
-    probe = import_module("hsswap.io.gds_probe")
-    packages = probe.missing_packages()
-    reasons = [*packages, *probe.missing_for_gpudirect(path)]
+    from hsswap.io import gds_probe
+
+    packages = gds_probe.missing_packages()
+    reasons = [*packages, *gds_probe.missing_for_gpudirect(path)]
     if not reasons:
         yield Check("gds", OK, f"nothing that --io gds needs is missing for {path}")
         return
@@ -128,9 +123,6 @@ def gds(path: Path) -> Iterator[Check]:
 
 def io_uring() -> Iterator[Check]:
     """Whether a ring can be set up, for the backend ``uring``; it is closed at once."""
-    from hsswap.io.backends import BACKENDS
-
-    use = "--io uring and auto use it" if "uring" in BACKENDS else "this version does not use it"
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.syscall(
         ctypes.c_long(IO_URING_SETUP),
@@ -139,7 +131,7 @@ def io_uring() -> Iterator[Check]:
     )
     if descriptor >= 0:
         os.close(descriptor)
-        yield Check("io_uring", OK, f"a ring can be set up; {use}")
+        yield Check("io_uring", OK, "a ring can be set up; --io uring and auto use it")
         return
     reason = os.strerror(ctypes.get_errno())
     yield Check(
@@ -208,7 +200,7 @@ def memory() -> Iterator[Check]:
         else Check(
             "memlock",
             DEGRADED,
-            f"{size(limit)} may be locked: slots pinned for a GPU count, rings before Linux 5.12, too",
+            f"{size(limit)} may be locked: slots pinned for a GPU count, rings before Linux 5.12",
             "ulimit -l unlimited, if pinning slots or making a ring fails",
         )
     )

@@ -54,10 +54,10 @@ def attention() -> Iterator[Check]:
         yield Check("attention", OK, f"{text} (host device)", required=True)
 
 
-def store(directory: Path | None) -> Iterator[Check]:
+def store(directory: Path) -> Iterator[Check]:
     """Blocks written to a new folder and read back, checked by the store and again byte by byte.
 
-    ``directory`` is where the folder is made (None: the system's temporary folder).
+    ``directory`` is where the folder is made.
     """
     try:
         with tempfile.TemporaryDirectory(dir=directory, prefix="hsswap-doctor-") as folder:

@@ -32,8 +32,10 @@ MODEL_HELP = (
 )
 LOOK_AHEAD_HELP = "do not read the next layer's blocks while this one is attended, to compare"
 IO_HELP = (
-    "how blocks are stored (default: auto, the best that works here): %(choices)s; posix are plain "
-    "files, with direct I/O where the file system has it, memory is RAM, for tests"
+    "how blocks are stored (default: auto, the best of posix and uring here): %(choices)s. posix "
+    "reads files by threads, uring by io_uring, both with direct I/O where the file system has it; "
+    "gds reads them straight into a GPU or fails, gds-compat through host memory if need be; "
+    "memory is RAM, for tests"
 )
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "

@@ -60,14 +60,11 @@ def flush_standard_streams() -> None:
 
 def silence_standard_streams() -> None:
     """Let what could not be written go, or Python complains of it once more at exit."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
         try:
-            stream.flush()
+            getattr(sys, name).flush()
         except OSError:
-            with suppress(OSError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
+            setattr(sys, name, None)
 
 
 class TextOutput:
