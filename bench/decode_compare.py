@@ -1,13 +1,14 @@
 """Decode the same prompt four ways, in turn, in one process, and compare the tokens a second.
 
-* ``plain``: the model with its whole KV cache in memory (``hsswap.models.PlainAttention``);
-* ``resident``: through hsswap, with a device slot for every block;
+* ``plain``: the model with its whole KV cache in one array (``hsswap.models.PlainAttention``);
+* ``in memory``: the same model through hsswap, with a device slot for every block;
 * ``eighth``: device and host slots together an eighth of the cache, the rest on disk;
 * ``eighth, no look-ahead``: the same, the next layer's blocks not read ahead.
 
-All four are filled with the prompt first, then each decodes a few tokens at a time in turn, so that
-whatever else the machine does meets all alike. A ratio is taken within one turn; of all turns the
-median counts, with the interval that holds it with 95 % (order statistics).
+All four are filled with the prompt first, then each decodes a slice of a few tokens in turn, every
+second turn in the reverse order, so that whatever else the machine does meets all alike. A ratio to
+``in memory`` and to ``plain`` is taken within one turn; of all turns the median counts, with the
+interval that holds it with 95 % (order statistics).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from hsswap.sync import BlockingSwap, blocking
 
 PROJECT = Path(__file__).resolve().parents[1]
 EIGHTH = "eighth"
-BASELINE = "plain"
+IN_MEMORY = "in memory"
+PLAIN = "plain"
 
 
 @dataclass
@@ -84,16 +86,22 @@ class Arm:
                 self.must_read_bytes += must_read_blocks(config, position) * block_bytes
         self.rates.append(count / (time.perf_counter() - start))
 
-    def result(self, baseline: Arm) -> dict[str, Any]:
+    def ratios(self, other: Arm) -> list[float]:
+        """Our rate over the other's, for each turn."""
+        return [ours / theirs for ours, theirs in zip(self.rates, other.rates, strict=True)]
+
+    def result(self, in_memory: Arm, plain: Arm) -> dict[str, Any]:
         """What is reported of this arm; bytes and waits are those of decoding, a token."""
-        ratios = [ours / theirs for ours, theirs in zip(self.rates, baseline.rates, strict=True)]
+        of_memory, of_plain = self.ratios(in_memory), self.ratios(plain)
         found: dict[str, Any] = {
             "tokens_per_s": statistics.median(self.rates),
-            "of_plain": statistics.median(ratios),
-            "of_plain_95": interval_of_median(ratios),
+            "of_memory": statistics.median(of_memory),
+            "of_memory_95": interval_of_median(of_memory),
+            "of_plain": statistics.median(of_plain),
+            "of_plain_95": interval_of_median(of_plain),
             "prefill_s": self.prefill_s,
             "tokens": len(self.tokens),
-            "tokens_as_plain": common_prefix(self.tokens, baseline.tokens),
+            "tokens_as_plain": common_prefix(self.tokens, plain.tokens),
         }
         if self.swap is not None and self.before is not None:
             config, after = self.swap.config, self.swap.statistics()
@@ -144,9 +152,9 @@ def arms_of(model: Llama, tokens: int, directory: Path | None, stack: ExitStack)
     share = blocks // 16
     c = model.config
     plain = PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=tokens)
-    arms = [Arm(BASELINE, plain)]
+    arms = [Arm(PLAIN, plain)]
     for name, device_slots, host_slots, look_ahead in (
-        ("resident", blocks + ring + dims.layers, max(ring, share), True),
+        (IN_MEMORY, blocks + ring + dims.layers, max(ring, share), True),
         (EIGHTH, max(ring + dims.layers, share), max(ring, share), True),
         (f"{EIGHTH}, no look-ahead", max(ring + dims.layers, share), max(ring, share), False),
     ):
@@ -156,6 +164,7 @@ def arms_of(model: Llama, tokens: int, directory: Path | None, stack: ExitStack)
             device_slots,
             host_slots,
             directory=None if directory is None else directory / f"arm-{len(arms)}",
+            io="auto",
             tile_tokens=best_tile(dims, device_slots, host_slots),
             look_ahead=look_ahead,
         )
@@ -197,13 +206,19 @@ def _git(*arguments: str) -> str:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """One line an arm."""
-    lines = [f"{'':<24}{'tokens/s':>9}{'of plain (95 %)':>24}{'MB read/token':>15}{'wait ms':>9}"]
+    lines = [
+        f"{'':<24}{'tokens/s':>9}{'of in memory (95 %)':>22}{'of plain (95 %)':>22}"
+        f"{'MB read/token':>15}{'wait ms':>9}"
+    ]
     for name, found in results.items():
-        low, high = found["of_plain_95"]
-        ratio = f"{found['of_plain']:.3f} ({low:.3f}-{high:.3f})"
+        ratios = ""
+        for key in ("of_memory", "of_plain"):
+            low, high = found[f"{key}_95"]
+            ratio = f"{found[key]:.3f} ({low:.3f}-{high:.3f})"
+            ratios += f"{ratio:>22}"
         read = found.get("bytes_read_a_token", 0.0) / 1e6
         wait = found.get("read_wait_ms_a_token", 0.0)
-        lines.append(f"{name:<24}{found['tokens_per_s']:>9.2f}{ratio:>24}{read:>15.1f}{wait:>9.1f}")
+        lines.append(f"{name:<24}{found['tokens_per_s']:>9.2f}{ratios}{read:>15.1f}{wait:>9.1f}")
     return "\n".join(lines)
 
 
@@ -242,10 +257,11 @@ def main(arguments: list[str] | None = None) -> int:
         for arm in arms:
             arm.prefill(model, prompt)
             print(f"{arm.name}: prefill {arm.prefill_s:.2f} s", file=sys.stderr, flush=True)
-        for _ in range(options.slices):
-            for arm in arms:
+        for turn in range(options.slices):
+            for arm in arms if turn % 2 == 0 else reversed(arms):
                 arm.decode(model, len(prompt), options.slice_tokens)
-        results = {arm.name: arm.result(arms[0]) for arm in arms}
+        plain, in_memory = arms[:2]
+        results = {arm.name: arm.result(in_memory, plain) for arm in arms}
         same = all(arm.tokens == arms[1].tokens for arm in arms[1:])
     record = {
         "bench": "decode_compare",
