@@ -7,7 +7,6 @@ microseconds an array: no loop over elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,18 +37,22 @@ from hsswap.errors import ArgumentError, ClosedError
 Move = TypeVar("Move", GatherWork, ScatterWork)
 
 
+FEW_INDICES = 64
+
 _RECORDS = (UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache)
 
 
-def named_tensors(work: object) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(work: object) -> list[tuple[str, Tensor]]:
     """Every tensor of a record, those of its pools and states too, with names for errors."""
+    found: list[tuple[str, Tensor]] = []
     for name in work.__dataclass_fields__:  # type: ignore[attr-defined]
         value = getattr(work, name)
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, _RECORDS):
-            for inner, tensor in named_tensors(value):
-                yield f"{name}.{inner}", tensor
+        kind = type(value)
+        if kind is Tensor:
+            found.append((name, value))
+        elif kind in _RECORDS:
+            found += [(f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value)]
+    return found
 
 
 def root_owner(tensor: Tensor) -> object:
@@ -108,10 +111,14 @@ def _indices(
         raise ArgumentError(f"{what} must be an int32 NumPy array")
     if given.shape != shape:
         raise ArgumentError(f"{what} has shape {given.shape}; {shape} is needed")
+    if given.size <= FEW_INDICES:  # a call of NumPy costs as much as 50 numbers in Python
+        numbers = given.ravel().tolist()
+        if not numbers or (min(numbers) >= lowest and max(numbers) < below):
+            return given.copy()
     # As unsigned numbers negative ones are the largest: one pass instead of two.
-    if lowest == 0 and given.size and int(given.view(np.uint32).max()) < below:
+    elif lowest == 0 and int(given.view(np.uint32).max()) < below:
         return given.copy()
-    if given.size and (int(given.min()) < lowest or int(given.max()) >= below):
+    if int(given.min()) < lowest or int(given.max()) >= below:
         raise ArgumentError(
             f"{what} holds {given.min()} to {given.max()}; {lowest} to {below - 1} is possible"
         )
