@@ -1,1 +1,1 @@
-"""``hsswap bench``: figures with machine, date and commit, each beside its baseline of the same run."""
+"""``hsswap bench``: figures with machine, date and commit, beside baselines of the same run."""
