@@ -67,6 +67,10 @@ class StaticLauncher:
             self._uploads[array.nbytes, digest] = known
         return int(known.data_ptr())
 
+    def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
+        """As :meth:`upload`."""
+        return self.upload(stream, array)
+
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """One for all operations, which follow each other on one stream."""
         if nbytes > WORKSPACE_BYTES:

@@ -38,6 +38,7 @@ class Shape:
 
     @classmethod
     def of(cls, work: AttendWork) -> Shape:
+        """The sizes of a call."""
         sequences, rows, q_heads, _ = work.queries.shape
         entries = work.slots.shape[2]
         size = work.units.block_size
@@ -111,6 +112,7 @@ def attend_params(
 
 
 def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
+    """The -D constants that every kernel of a model's dims takes."""
     return {
         "HEAD_DIM": group.head_dim,
         "VALUE_DIM": group.value_dim,
@@ -121,6 +123,7 @@ def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
 
 
 def span_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
+    """The same, and what is done to logits."""
     return dim_constants(group, block_size) | {"TRANSFORM": transform_of(group)}
 
 
@@ -140,16 +143,19 @@ def is_wide(work: AttendWork) -> bool:
 
 
 def address_of(tensor: Tensor | None) -> int:
+    """The address of a tensor, 0 for none."""
     return 0 if tensor is None else tensor.address
 
 
 def element_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides in BF16 elements. Raises ArgumentError when they are not whole."""
     if any(s % 2 for s in tensor.strides):
         raise ArgumentError(f"strides {tensor.strides} are not whole BF16 elements")
     return tuple(s // 2 for s in tensor.strides)
 
 
 def require_contiguous(tensor: Tensor, what: str) -> None:
+    """Raise ArgumentError unless a float32 tensor is contiguous; ``what`` names it."""
     wanted = contiguous_strides(tensor.shape, 4)
     off = any(
         have != want
@@ -161,6 +167,7 @@ def require_contiguous(tensor: Tensor, what: str) -> None:
 
 
 def require_contiguous_state(state: AttentionState) -> None:
+    """The same for each tensor of carried state."""
     for name in ("maximum", "total", "weighted"):
         require_contiguous(getattr(state, name), f"state.{name}")
 
