@@ -251,18 +251,18 @@ def test_in_top_k_mode_k_is_what_fits(tiny: TinyRun, slots: int) -> None:
 def test_slots_are_compared_with_memory(tiny: TinyRun) -> None:
     config = tiny.job().plan.config
     nbytes = LEAST_SLOTS * 2 * 16 * 32 * 2 + LEAST_HOST_SLOTS * 4096
-    check_memory(config, nbytes)
+    check_memory(config, LEAST_SLOTS, LEAST_HOST_SLOTS, nbytes)
     with pytest.raises(
         ConfigError, match=f"--slots is {LEAST_SLOTS}, .* at most {LEAST_SLOTS - 1} f"
     ):
-        check_memory(config, nbytes - 1)
+        check_memory(config, LEAST_SLOTS, LEAST_HOST_SLOTS, nbytes - 1)
     most = LEAST_HOST_SLOTS - 1
     with pytest.raises(
         ConfigError, match=f"--host-slots is {LEAST_HOST_SLOTS}.* at most {most} fit"
     ):
-        check_memory(config, LEAST_HOST_SLOTS * 4096 - 1)
+        check_memory(config, LEAST_SLOTS, LEAST_HOST_SLOTS, LEAST_HOST_SLOTS * 4096 - 1)
     # Slots of a GPU are not in this memory.
-    check_memory(replace(config, device="cuda:0", device_slots=1 << 40), nbytes)
+    check_memory(replace(config, device="cuda:0"), 1 << 40, LEAST_HOST_SLOTS, nbytes)
 
 
 def test_must_read(tiny: TinyRun) -> None:

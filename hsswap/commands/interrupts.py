@@ -54,11 +54,8 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._to_the_end:
-            self._is_raised = True
-            return
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._to_the_end else handler)
         self._before.clear()
 
     @property

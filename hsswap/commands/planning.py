@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hsswap.commands.generate_args import GenerateOptions
 from hsswap.commands.words import size
@@ -56,11 +56,11 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
     each = f"{tiles} and 1 for each of {dims.layers} layers"
     _check(slots, _least_slots(dims, tile_tokens), "--slots", each)
     _check(host_slots, _ring(dims, tile_tokens), "--host-slots", tiles)
-    config = SwapConfig(
+    least = SwapConfig(
         dims,
         tokens,
-        device_slots=slots,
-        host_slots=host_slots,
+        device_slots=_least_slots(dims, tile_tokens),
+        host_slots=_ring(dims, tile_tokens),
         directory=options.directory,
         device=options.device,
         io=options.io,
@@ -68,8 +68,8 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
         look_ahead=options.look_ahead,
         predictor=None if top_k is None else PredictorConfig(),
     )
-    check_memory(config, physical_bytes())
-    return Plan(config, top_k)
+    check_memory(least, slots, host_slots, physical_bytes())
+    return Plan(replace(least, device_slots=slots, host_slots=host_slots), top_k)
 
 
 def physical_bytes() -> int:
@@ -77,24 +77,25 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_memory(config: SwapConfig, memory_bytes: int) -> None:
-    """Raise ConfigError, with the most that fits, when the slots exceed ``memory_bytes``.
+def check_memory(config: SwapConfig, slots: int, host_slots: int, memory_bytes: int) -> None:
+    """Raise ConfigError, with the most that fits, when ``slots`` and ``host_slots`` with the rest
+    of ``config`` exceed ``memory_bytes``.
 
     Slots of a GPU are not counted: what it has free shows when they are allocated.
     """
     dims = config.dims
-    host_bytes = config.host_slots * max(dims.block_bytes(group) for group in dims.groups)
+    host_bytes = host_slots * max(dims.block_bytes(group) for group in dims.groups)
     if host_bytes > memory_bytes:
-        most = config.host_slots * memory_bytes // host_bytes
-        raise ConfigError(_too_many("--host-slots", config.host_slots, host_bytes, most))
+        most = host_slots * memory_bytes // host_bytes
+        raise ConfigError(_too_many("--host-slots", host_slots, host_bytes, most))
     if config.device != "host":
         return
     left = memory_bytes - host_bytes - config.code_bytes
     slot_bytes = max(group.kv_heads * dims.unit_bytes(group) for group in dims.groups)
-    device_bytes = config.device_slots * slot_bytes
+    device_bytes = slots * slot_bytes
     if device_bytes > left:
         most = max(0, left // slot_bytes)
-        raise ConfigError(_too_many("--slots", config.device_slots, device_bytes, most))
+        raise ConfigError(_too_many("--slots", slots, device_bytes, most))
 
 
 def _too_many(name: str, slots: int, nbytes: int, most: int) -> str:
