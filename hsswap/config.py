@@ -239,7 +239,7 @@ class SwapConfig:
     device: str = "host"
     io: str = "auto"
     io_threads: int = 4
-    tile_tokens: int = 2 * SPAN_TOKENS
+    tile_tokens: int = 4 * SPAN_TOKENS
     look_ahead: bool = True
     predictor: PredictorConfig | None = None
 

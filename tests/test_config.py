@@ -88,12 +88,12 @@ def test_rank_has_limits(rank: int) -> None:
 
 
 def test_too_few_slots_say_how_many_are_needed() -> None:
-    with pytest.raises(ConfigError, match=r"device_slots is 93; 94 are needed"):
-        SwapConfig(SMOLLM2, 2048, device_slots=93, host_slots=64)
-    with pytest.raises(ConfigError, match=r"host_slots is 63; 64 are needed"):
-        SwapConfig(SMOLLM2, 2048, device_slots=94, host_slots=63)
-    with pytest.raises(ConfigError, match=r"device_slots is 94; 154 are needed"):
-        SwapConfig(SMOLLM2, 2048, device_slots=94, host_slots=64, max_sequences=3)
+    with pytest.raises(ConfigError, match=r"device_slots is 157; 158 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=157, host_slots=128)
+    with pytest.raises(ConfigError, match=r"host_slots is 127; 128 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=158, host_slots=127)
+    with pytest.raises(ConfigError, match=r"device_slots is 158; 218 are needed"):
+        SwapConfig(SMOLLM2, 2048, device_slots=158, host_slots=128, max_sequences=3)
 
 
 @pytest.mark.parametrize("tile_tokens", [0, 100, 300])
