@@ -94,6 +94,9 @@ class StoreParts:
 async def open_parts(settings: StoreSettings) -> StoreParts:
     """Lock, start, recover. Leaves nothing behind when it raises."""
     settings.check()
+    # One transfer of a persistent store's journal always finds room beside those of blocks.
+    if settings.persist and not isinstance(settings.io, str) and settings.io.limit < 2:
+        raise ConfigError("a persistent store needs a backend that takes 2 transfers and more")
     ids = BlockIds(settings.capacity_blocks)
     io = settings.io
     backend = open_backend(io, threads=settings.io_threads) if isinstance(io, str) else io
