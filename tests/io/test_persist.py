@@ -176,9 +176,9 @@ async def test_leftovers_of_a_temporary_store_go(tmp_path: Path) -> None:
 
 
 async def test_a_backend_of_few_transfers() -> None:
-    with pytest.raises(ConfigError, match="2 transfers"):
-        await open_store(memory(limit=1))
-    async with await open_store(memory(limit=2)) as store:
+    with pytest.raises(ConfigError, match="3 transfers"):
+        await open_store(memory(limit=2))
+    async with await open_store(memory(limit=3)) as store:
         ids = store.ids.allocate(40)
         for _ in range(2):
             await write_ids(store, ids[::2])
