@@ -48,6 +48,9 @@ GENERATION_STEP = 1 << 16
 """Generations that a store sets aside when it is opened, so that an id which a killed process gave
 out is not given out again. Of 2**31, so that is good for 32,768 crashes."""
 
+JOURNAL_TRANSFERS = 2
+"""In flight at most beside those of blocks: one of records, one to the spare file."""
+
 Resume = Callable[[HsswapError | None], None]
 """Called when records were cleared, or could not be."""
 

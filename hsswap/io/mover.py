@@ -31,7 +31,7 @@ from hsswap.errors import ClosedError, CorruptBlock, HsswapError
 from hsswap.io.base import BlockIO, Operation, Priority
 from hsswap.io.contents import Contents
 from hsswap.io.ids import BlockIds
-from hsswap.io.journal import Journal
+from hsswap.io.journal import JOURNAL_TRANSFERS, Journal
 from hsswap.io.refusals import why_refused
 from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, error_of_block
 from hsswap.io.segments import Segments
@@ -82,9 +82,9 @@ class RunMover:
         backend.after_deliveries = self._settle
 
     def attach(self, journal: Journal) -> None:
-        """Ask this before blocks are overwritten, and leave it room for one transfer."""
+        """Ask this before blocks are overwritten, and leave it room for its transfers."""
         self._journal = journal
-        self._reserved = 1
+        self._reserved = JOURNAL_TRANSFERS
 
     def unreadable(
         self, layer: int, indices: NDArray[np.int64], generations: NDArray[np.int64]

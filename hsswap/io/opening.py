@@ -18,7 +18,7 @@ from hsswap.io.base import BlockIO
 from hsswap.io.contents import Contents
 from hsswap.io.directory import StoreDirectory
 from hsswap.io.ids import INDEX_BITS, BlockIds
-from hsswap.io.journal import Journal
+from hsswap.io.journal import JOURNAL_TRANSFERS, Journal
 from hsswap.io.keys import PrefixIndex, PrefixKeys
 from hsswap.io.layout import SegmentLayout
 from hsswap.io.manifest import Manifest
@@ -94,6 +94,9 @@ class StoreParts:
 async def open_parts(settings: StoreSettings) -> StoreParts:
     """Lock, start, recover. Leaves nothing behind when it raises."""
     settings.check()
+    least = JOURNAL_TRANSFERS + 1
+    if settings.persist and not isinstance(settings.io, str) and settings.io.limit < least:
+        raise ConfigError(f"a persistent store needs a backend that takes {least} transfers")
     ids = BlockIds(settings.capacity_blocks)
     io = settings.io
     backend = open_backend(io, threads=settings.io_threads) if isinstance(io, str) else io

@@ -27,7 +27,7 @@ async def open_store(
     options = {"persist": True, "salt": SALT, **options}
     if isinstance(where, BlockIO):
         return await BlockStore.open(dims, None, capacity, io=where, **options)
-    return await BlockStore.open(dims, where, capacity, io="posix", **options)
+    return await BlockStore.open(dims, where, capacity, **{"io": "posix", **options})
 
 
 def memory(*faults: Fault, **options: Any) -> MemoryIO:

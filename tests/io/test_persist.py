@@ -33,8 +33,9 @@ from tests.io.persist_support import (
 from tests.io.support import Outcome, Pages, read, until, write
 
 
-async def test_blocks_are_there_after_closing(tmp_path: Path) -> None:
-    async with await open_store(tmp_path / "store") as store:
+@pytest.mark.parametrize("io", ["posix", "uring", "auto"])
+async def test_blocks_are_there_after_closing(tmp_path: Path, io: str) -> None:
+    async with await open_store(tmp_path / "store", io=io) as store:
         assert store.persistent
         ids = store.ids.allocate(40)
         await write_ids(store, ids)
@@ -172,6 +173,17 @@ async def test_leftovers_of_a_temporary_store_go(tmp_path: Path) -> None:
         assert store.ids.kept_count == 0
         assert store.statistics().segment_files == 0
         assert not (tmp_path / segment_name(0)).exists()
+
+
+async def test_a_backend_of_few_transfers() -> None:
+    with pytest.raises(ConfigError, match="3 transfers"):
+        await open_store(memory(limit=2))
+    async with await open_store(memory(limit=3)) as store:
+        ids = store.ids.allocate(40)
+        for _ in range(2):
+            await write_ids(store, ids[::2])
+            await store.flush()
+        await check_ids(store, ids[::2])
 
 
 async def test_arguments_of_open(tmp_path: Path) -> None:

@@ -153,3 +153,21 @@ async def test_fsck_looks_at_what_is_set_aside(tmp_path: Path) -> None:
         known = store.describe(0, np.arange(5)).written
         assert known.tolist() == [True, True, False, True, True]
     assert check_store(tmp_path).ok
+
+
+async def test_a_slot_is_not_used_again_while_a_record_names_it() -> None:
+    io = memory()
+    count = SPARE_SLOTS + 8
+    async with await open_store(io) as store:
+        ids = store.ids.allocate(count)
+        await write_ids(store, ids)
+        await store.flush()
+        indices = store.ids.check(ids)
+        new = pattern(count, 4096, 1)
+        for position in range(count):
+            assert not (
+                await write(store, 0, indices[position : position + 1], new[position:][:1])
+            ).errors
+        left = io.power_cut()
+    found = await reopened(left, indices, 0)
+    assert np.array_equal(found, new)

@@ -267,7 +267,9 @@ async def test_what_is_written_during_a_commit_is_not_in_it() -> None:
 
 async def test_a_block_being_written_again_is_not_recorded() -> None:
     hold = Fault(FaultKind.HOLD, only="sync", at=2)
-    never = Fault(FaultKind.NEVER, only="write", at=3)  # after manifest, records and the data
+    # Of writes to the first page of a file: after manifest, records and the data. The records of a
+    # commit are further behind, and may come before it or after it.
+    never = Fault(FaultKind.NEVER, only="write", at=3, offsets=(0, 4096))
     async with await open_store(MemoryIO([hold, never]), CAPACITY, DIMS) as store:
         indices = store.ids.check(store.ids.allocate(2))
         await begin_write(store, 0, indices, pattern(2, 4096, 1)).end()
