@@ -42,22 +42,80 @@ class Parser(argparse.ArgumentParser):
             _complain(message, end="")
 
 
-def make_parser() -> Parser:
-    """The parser of the whole command line; ``home`` is the module of the command given."""
-    from hsswap.commands import doctor_args, generate_args
+class Command(NamedTuple):
+    """A command: ``home`` has ``main(options, interrupts) -> int``, ``arguments`` (a module)
+    ``add_arguments(parser)``.
+    """
 
+    name: str
+    text: str
+    home: str
+    arguments: str
+
+
+COMMANDS = (
+    Command(
+        "generate",
+        "a real model decodes through the swap",
+        "hsswap.commands.generate",
+        "hsswap.commands.generate_args",
+    ),
+    Command(
+        "doctor",
+        "what this machine can do, and what is missing",
+        "hsswap.commands.doctor",
+        "hsswap.commands.doctor_args",
+    ),
+    Command(
+        "fsck",
+        "check every block of a persistent store",
+        "hsswap.commands.fsck",
+        "hsswap.commands.fsck",
+    ),
+)
+
+BENCHES = (
+    Command(
+        "io",
+        "blocks from a drive, beside plain readers",
+        "hsswap.bench.io",
+        "hsswap.bench.io",
+    ),
+    Command(
+        "attention",
+        "attention on a GPU, beside torch's",
+        "hsswap.bench.attention",
+        "hsswap.bench.attention",
+    ),
+)
+
+
+def make_parser(words: Sequence[str]) -> Parser:
+    """The parser for a command line of these words; ``home`` is the module of the command given.
+
+    Only a command that is named has its arguments added: their modules can be slow to import.
+    """
     text = "KV caches larger than device memory."
     parser = Parser(prog="hsswap", description=text, epilog=EXIT_STATUS)
     parser.add_argument("--version", action="version", version=f"hsswap {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for name, text, add_arguments in (
-        ("generate", "a real model decodes through the swap", generate_args.add_arguments),
-        ("doctor", "what this machine can do, and what is missing", doctor_args.add_arguments),
-    ):
-        command = commands.add_parser(name, help=text, description=text, epilog=EXIT_STATUS)
-        add_arguments(command)
-        command.set_defaults(home=f"hsswap.commands.{name}")
+    _add_commands(commands, COMMANDS, words[:1])
+    text = "figures with their machine, date and commit, beside baselines of the same run"
+    bench = commands.add_parser("bench", help=text, description=text, epilog=EXIT_STATUS)
+    _add_commands(
+        bench.add_subparsers(required=True, metavar="what", dest="what"), BENCHES, words[1:2]
+    )
     return parser
+
+
+def _add_commands(parsers: Any, commands: Sequence[Command], named: Sequence[str]) -> None:
+    for command in commands:
+        parser = parsers.add_parser(
+            command.name, help=command.text, description=command.text, epilog=EXIT_STATUS
+        )
+        if command.name in named:
+            import_module(command.arguments).add_arguments(parser)
+        parser.set_defaults(home=command.home)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
     leave_a_core()
     try:
-        options = make_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        options = make_parser(words).parse_args(words)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else OK
     code: int = import_module(options.home).main(options, interrupts)

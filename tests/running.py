@@ -56,7 +56,8 @@ class TinyRun:
 
     def job(self, *more: str) -> Job:
         """The same as a checked job."""
-        return Job.of(GenerateOptions.of(make_parser().parse_args(self.arguments(*more))))
+        words = self.arguments(*more)
+        return Job.of(GenerateOptions.of(make_parser(words).parse_args(words)))
 
     def run(self, *more: str, device: Device | None = None) -> tuple[Report, list[VerifyError]]:
         """Run it in this process, silently."""

@@ -82,7 +82,7 @@ def test_help_and_version(capsys: Capture) -> None:
 
 def test_the_parser_imports_nothing_heavy() -> None:
     probe = (
-        "import sys; from hsswap.__main__ import make_parser; make_parser();"
+        "import sys; from hsswap.__main__ import make_parser; make_parser([]);"
         "print(*sorted({'numpy', 'matplotlib', 'uvloop', 'gguf', 'asyncio'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -251,7 +251,7 @@ def test_a_signal_ends_it_clean(
 
 
 def test_ctrl_c_right_at_the_start(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hsswap.__main__.make_parser", lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("hsswap.__main__.make_parser", lambda words: signal.raise_signal(signal.SIGINT))
     assert main(["doctor"]) == 130
     assert complaint(capsys) == "hsswap: interrupted by SIGINT; nothing is left behind"
 
@@ -273,7 +273,7 @@ def test_ctrl_c_twice(long_run: TinyRun, tmp_path: Path) -> None:
 def test_an_error_after_a_signal_is_the_signal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(words: object) -> None:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         raise RuntimeError("something that the interruption left half done")

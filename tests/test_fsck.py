@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hsswap.commands import fsck
+from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ConfigError, StoreLocked
 from hsswap.io import BlockStore
 from hsswap.io.checking import check_store
@@ -25,7 +26,7 @@ COUNT = 270  # two segments
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     fsck.add_arguments(parser)
-    return fsck.run(parser.parse_args(arguments))
+    return fsck.main(parser.parse_args(arguments), Interrupts())
 
 
 @pytest.fixture

@@ -139,4 +139,4 @@ def test_a_result_beyond_the_promise_is_exit_1(
     last = printed.err.splitlines()[-1]
     assert last.startswith("hsswap: layer ")
     assert "more calls failed" in last
-    assert "BEYOND promise 1" in printed.err
+    assert "(promise 1): BROKEN" in printed.err

@@ -19,6 +19,7 @@ from typing import Any
 from hsswap.bench.cases import CASES, Case, Inputs, make_inputs, relative_error
 from hsswap.bench.common import MIN_SLICES, Interval, Machine
 from hsswap.bench.launches import Graph, StaticLauncher
+from hsswap.commands.interrupts import Interrupts
 from hsswap.driver import open_device
 from hsswap.driver.cuda_attention import enqueue_attend, enqueue_finalize
 from hsswap.errors import DeviceError
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="A1,A2", help="only rows of these names: A1, A2, A4, S1")
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a result was wrong or a floor was missed."""
     try:
         import torch

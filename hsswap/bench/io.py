@@ -29,6 +29,7 @@ from hsswap.bench.io_arms import (
     run_fio,
 )
 from hsswap.bench.io_kvikio import KvikioArm
+from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 from hsswap.io import BACKENDS
 from hsswap.io.base import Operation
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--operations", default="read,write", metavar="A,B", help="default: read,write")
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Run the command: 0. Raises HsswapError when it cannot be run or bytes came back wrong."""
     plan = _Plan(args)
     if args.plot is not None:

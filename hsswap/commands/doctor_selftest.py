@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hsswap.bf16 import U16, from_float32
 from hsswap.commands.doctor_probes import MISSING, OK, Check
 from hsswap.commands.verify import AttentionVerifier
-from hsswap.config import ModelDims, SwapConfig
+from hsswap.config import SPAN_TOKENS, ModelDims, SwapConfig
 from hsswap.driver.host import HostDevice
 from hsswap.errors import HsswapError
 from hsswap.io.store import BlockStore
@@ -34,7 +34,9 @@ def attention() -> Iterator[Check]:
 
     keys, values = draw(TOKENS, 2, 64), draw(TOKENS, 2, 64)
     queries = draw(TOKENS, 6, 64)
-    config = SwapConfig(DIMS, TOKENS, device_slots=128, host_slots=128, io="memory")
+    config = SwapConfig(
+        DIMS, TOKENS, device_slots=128, host_slots=128, io="memory", tile_tokens=SPAN_TOKENS
+    )
     verifier = AttentionVerifier(DIMS)
     with blocking(config) as swap, swap.sequence() as sequence:
         sequence.append(0, keys, values)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from hsswap.commands.interrupts import Interrupts
 from hsswap.io.checking import Report, check_store
 
 BAD_SHOWN = 100
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Run the command: 0, or 1 when something that was stored cannot be had any more.
 
     Raises ConfigError when there is no store, StoreLocked while somebody has it open.

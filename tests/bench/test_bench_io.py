@@ -13,6 +13,7 @@ import pytest
 from hsswap.bench import io
 from hsswap.bench.figures import interval_of_median, machine, percentile
 from hsswap.bench.io_arms import BenchError, compile_reader, dims_of
+from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 
 
@@ -63,7 +64,7 @@ def test_sizes_that_no_block_has() -> None:
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        io.run(parse(*arguments))
+        io.main(parse(*arguments), Interrupts())
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_the_machine_is_named() -> None:
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     asked = ("--quick", "--json", "--dir", str(tmp_path), "--data-mib", "8", "--out", str(out))
-    assert io.run(parse(*asked)) == 0
+    assert io.main(parse(*asked), Interrupts()) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(out.read_text())
     assert report["verified"]
