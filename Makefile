@@ -69,7 +69,7 @@ test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to bench/results
-	$(BIN)/python bench/decode_compare.py --out $(BENCH_OUT) $(BENCH)
+	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python bench/decode_compare.py --out $(BENCH_OUT) $(BENCH)
 
 fmt: $(STAMP) ## format, and fix what the linter can fix
 	$(BIN)/ruff format .

@@ -118,11 +118,6 @@ class ExactPass:
         """Whether every tile has been enqueued."""
         return self.next_tile == len(self._tiles)
 
-    @property
-    def first_stop(self) -> int:
-        """Where the first tile ends, in blocks."""
-        return self._tiles[0].stop
-
     def _merged(self, tiles: list[Tile]) -> list[Tile]:
         """Neighbouring tiles in one launch, as long as what is missing fits a ring region.
 
@@ -162,14 +157,27 @@ class ExactPass:
         return True
 
     def lease_next(self) -> Loaded | None:
-        """Lease the next tile's blocks if the host tier has them all, else None."""
-        blocks = self.needs()
-        tier = blocks.pool.tier
-        slots = tier.lookup(blocks.group_layer, blocks.indices)
-        if (slots < 0).any() or not tier.is_loaded(slots):
+        """Lease the next tile's blocks if the host tier has them all, else None.
+
+        Where host slots are read in place, the tiles behind it that are there too join it.
+        """
+        tier = self._cache.pool.tier
+        leased: list[I32] = []
+        last = self.next_tile
+        while last < len(self._tiles) and (self._in_place or not leased):
+            blocks = self._cache.missing(self._tiles[last], self._indices)[1]
+            slots = tier.lookup(blocks.group_layer, blocks.indices)
+            if (slots < 0).any() or not tier.is_loaded(slots):
+                break
+            leased.append(slots)
+            last += 1
+        if not leased:
             return None
-        tier.lease(slots)
-        return Loaded(slots, 0)
+        joined = Tile(self._tiles[self.next_tile].start, self._tiles[last - 1].stop)
+        self._tiles[self.next_tile : last] = [joined]
+        every = np.concatenate(leased)
+        tier.lease(every)
+        return Loaded(every, 0)
 
     def enqueue(self, loaded: Loaded, state: AttentionState) -> None:
         """Launch the next tile; its missing blocks are in the leased host slots."""
