@@ -251,7 +251,9 @@ def test_a_signal_ends_it_clean(
 
 
 def test_ctrl_c_right_at_the_start(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hsswap.__main__.make_parser", lambda words: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "hsswap.__main__.make_parser", lambda words: signal.raise_signal(signal.SIGINT)
+    )
     assert main(["doctor"]) == 130
     assert complaint(capsys) == "hsswap: interrupted by SIGINT; nothing is left behind"
 
