@@ -53,10 +53,12 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("file", "least"), [("test_gds_conformance.py", 150), ("test_gds_device.py", 30)]
 )
 def test_kvikio_on_stand_ins(file: str, least: int, stand_ins: Path) -> None:
-    options = ["-q", "-p", "no:cacheprovider", "--no-header"]
+    # Elsewhere than at home: libcufile writes its log where it runs, unless it is told not to.
+    options = ["-q", "-p", "no:cacheprovider", "--no-header", "-c", str(ROOT / "pyproject.toml")]
+    options.append(f"--rootdir={ROOT}")
     child = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file))],
-        cwd=ROOT,
+        cwd=stand_ins,
         env={**os.environ, "LD_LIBRARY_PATH": str(stand_ins), "FAKE_CUFILE": "gds"},
         capture_output=True,
         text=True,
