@@ -62,8 +62,10 @@ check: $(STAMP) ## lint, format, types and the rules of layout, without changing
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layout_rules.py
 
+# Two hours: printing the stacks of running threads can itself crash Python 3.11.
 soak: $(STAMP) ## the tests marked slow or soak
-	HSSWAP_SOAK_RESULTS=bench/results/soak-store.json $(BIN)/python -m pytest -m 'slow or soak' $(PYTEST_ARGS)
+	HSSWAP_SOAK_RESULTS=bench/results/soak-store.json $(BIN)/python -m pytest -m 'slow or soak' \
+	  -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
