@@ -8,6 +8,7 @@ import pytest
 
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
+from hsswap.driver.cuda import CudaDevice
 from hsswap.driver.host import HostDevice
 from tests.driver.rig import Rig
 
@@ -34,3 +35,20 @@ def host() -> Iterator[HostDevice]:
     with HostDevice() as opened:
         yield opened
     assert opened.live_count == 0
+
+
+@pytest.fixture
+def cuda() -> Iterator[CudaDevice]:
+    """The first GPU."""
+    device = open_device("cuda:0")
+    assert isinstance(device, CudaDevice)
+    with device:
+        yield device
+    assert device.live_count == 0
+
+
+@pytest.fixture
+def gpu(cuda: CudaDevice) -> Iterator[Rig]:
+    """Memory and a stream of the GPU."""
+    with Rig(cuda) as opened:
+        yield opened

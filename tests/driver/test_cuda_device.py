@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from hsswap.driver.cuda_events import CudaEvent
 from hsswap.driver.cuda_stream import RING_BYTES, CudaStream
 from hsswap.driver.operations import (
     AppendWork,
-    BlockPool,
     ChecksumWork,
     GatherWork,
     ScatterWork,
@@ -32,62 +30,13 @@ from hsswap.driver.operations import (
 )
 from hsswap.driver.tensor import Tensor, tensor_in, tensor_of
 from hsswap.errors import ArgumentError, DeviceError
+from tests.driver.cuda_rig import DelayWork, stream_of
 from tests.driver.rig import Rig, random_codes
 
 pytestmark = pytest.mark.gpu
 
 GROUP = LayerGroup(layers=1, q_heads=8, kv_heads=4, head_dim=64)
 WAIT_LIMIT_S = 60.0
-
-
-@pytest.fixture
-def cuda() -> Iterator[CudaDevice]:
-    """The first GPU."""
-    device = open_device("cuda:0")
-    assert isinstance(device, CudaDevice)
-    with device:
-        yield device
-    assert device.live_count == 0
-
-
-@pytest.fixture
-def gpu(cuda: CudaDevice) -> Iterator[Rig]:
-    """Memory and a stream of the GPU."""
-    with Rig(cuda) as opened:
-        yield opened
-
-
-def stream_of(rig: Rig) -> CudaStream:
-    """The rig's stream, as the class."""
-    assert isinstance(rig.stream, CudaStream)
-    return rig.stream
-
-
-class DelayWork:
-    """Some 10 ms of work for one stream."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        group = LayerGroup(1, 32, 32, 256)
-        self._memory = device.allocate(32 * 256 * 2 * 256 * 2)
-        self._out = device.allocate(4 * 4096)
-        zeros = np.zeros(4096, np.int32)
-        blocks = tensor_in(self._memory, "u8", (1, self._memory.nbytes))
-        self._work = ChecksumWork(
-            BlockPool(blocks, group, 256),
-            zeros,
-            zeros.astype(np.uint32),
-            tensor_in(self._out, "u32", (4096,)),
-        )
-
-    def enqueue(self, stream: CudaStream) -> None:
-        """Put it on the stream."""
-        self._device.checksum(stream, self._work)
-
-    def close(self) -> None:
-        """Free it."""
-        self._memory.close()
-        self._out.close()
 
 
 def current_context() -> int:

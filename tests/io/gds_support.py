@@ -15,6 +15,7 @@ import numpy as np
 
 from hsswap.errors import HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
+from hsswap.io.gds import Compatibility, GdsIO
 from hsswap.io.gds_driver import LIBRARY, CudaDriver
 from tests.io import transfers
 from tests.io.support import PAGE
@@ -146,3 +147,43 @@ def device_transfer(
 
     made.prepare, made.verify = prepare_device, verify_device
     return made
+
+
+class Drivers:
+    """The counters of the stand-ins."""
+
+    def __init__(self) -> None:
+        self._cuda = stand_in()
+        self._cufile = ctypes.CDLL("libcufile.so.0")
+
+    def count(self, name: str) -> int:
+        """Calls of a driver function, or what is live."""
+        found: int = self._cuda.fake_cuda_count(name.encode())
+        return found
+
+    def cufile(self, name: str) -> int:
+        """The same of cuFile."""
+        found: int = self._cufile.fake_cufile_count(name.encode())
+        return found
+
+    def fail(self, name: str, nth: int, code: int) -> None:
+        """Let the n-th next call of a driver function fail."""
+        self._cuda.fake_cuda_fail(name.encode(), nth, code)
+
+    def open_cufile(self) -> None:
+        """As another library of the process would."""
+        self._cufile.cuFileDriverOpen()
+
+    def close_cufile(self) -> None:
+        """Undo that."""
+        self._cufile.cuFileDriverClose()
+
+
+def compatible(threads: int = 1) -> GdsIO:
+    """The backend on kvikio's compatibility path."""
+    return GdsIO(threads, compatibility=Compatibility.FORCED)
+
+
+def gpudirect(threads: int = 1) -> GdsIO:
+    """The backend on GPUDirect, which the stand-ins have."""
+    return GdsIO(threads, why_not=lambda directory: [])

@@ -6,7 +6,6 @@ It needs kvikio and the stand-ins of libcuda and libcufile; test_gds.py runs thi
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import importlib
 import os
@@ -29,7 +28,10 @@ from hsswap.io.gds_probe import Reason, why_no_gpudirect
 from tests.io.gds_support import (
     DeviceMemory,
     DevicePages,
+    Drivers,
+    compatible,
     device_transfer,
+    gpudirect,
     missing_here,
     stand_in,
 )
@@ -46,36 +48,6 @@ pytestmark = [pytest.mark.gds]
 COPY = "cuMemcpyBatchAsync_v2"  # kvikio's copy on the driver of CUDA 13
 CUDA_ERROR_LAUNCH_FAILED = 719
 SETTINGS = ("num_threads", "task_size", "gds_threshold", "auto_direct_io_read", "compat_mode")
-
-
-class Drivers:
-    """The counters of the stand-ins."""
-
-    def __init__(self) -> None:
-        self._cuda = stand_in()
-        self._cufile = ctypes.CDLL("libcufile.so.0")
-
-    def count(self, name: str) -> int:
-        """Calls of a driver function, or what is live."""
-        found: int = self._cuda.fake_cuda_count(name.encode())
-        return found
-
-    def cufile(self, name: str) -> int:
-        """The same of cuFile."""
-        found: int = self._cufile.fake_cufile_count(name.encode())
-        return found
-
-    def fail(self, name: str, nth: int, code: int) -> None:
-        """Let the n-th next call of a driver function fail."""
-        self._cuda.fake_cuda_fail(name.encode(), nth, code)
-
-    def open_cufile(self) -> None:
-        """As another library of the process would."""
-        self._cufile.cuFileDriverOpen()
-
-    def close_cufile(self) -> None:
-        """Undo that."""
-        self._cufile.cuFileDriverClose()
 
 
 def settings() -> dict[str, Any]:
@@ -98,14 +70,6 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
     for name in ("live files", "live registrations", "early closes", "open"):
         assert found.cufile(name) == 0, name
     assert settings() == ORIGINAL_SETTINGS
-
-
-def compatible(threads: int = 1) -> GdsIO:
-    return GdsIO(threads, compatibility=Compatibility.FORCED)
-
-
-def gpudirect(threads: int = 1) -> GdsIO:
-    return GdsIO(threads, why_not=lambda directory: [])
 
 
 @pytest.fixture(params=[compatible, gpudirect])
