@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 
 from hsswap.__main__ import main
 from hsswap.commands.decoding import count_agreeing, dims_of, must_read_blocks
-from hsswap.commands.generate import run_job
+from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupted, Interrupts
 from hsswap.commands.planning import best_tile, check_memory, make_plan
 from hsswap.config import ModelDims
-from hsswap.errors import ConfigError
+from hsswap.errors import ConfigError, DeviceError
 from hsswap.models import Llama, PlainAttention
 from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, Terminal, TinyRun
 
@@ -272,6 +273,12 @@ def test_must_read(tiny: TinyRun) -> None:
     assert must_read_blocks(config, slots // 3 * 16 + 15) == 0
     assert must_read_blocks(config, 1600) == 300 - slots
     assert dims_of(Llama.from_gguf(tiny.job().file).config) == config.dims
+
+
+def test_a_gpu_needs_torch(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    with pytest.raises(DeviceError, match=r"pip install 'hsswap\[torch\]', or give --device host"):
+        load_model(tiny.job().file, "cuda:0")
 
 
 def test_the_plain_model_agrees_with_itself(tiny: TinyRun) -> None:

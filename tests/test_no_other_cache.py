@@ -72,7 +72,8 @@ class Zeroed(SwapAttention):
     ) -> NDArray[np.uint16]:
         if self.on:
             keys, values = np.zeros_like(keys), np.zeros_like(values)
-        return super().attend(layer, queries, keys, values)
+        out: NDArray[np.uint16] = super().attend(layer, queries, keys, values)
+        return out
 
 
 def test_no_other_kv_cache_is_kept(tiny: TinyRun, tmp_path: Path) -> None:

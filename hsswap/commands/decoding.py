@@ -5,19 +5,59 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from hsswap.bf16 import U16
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.config import ModelDims, SwapConfig
 from hsswap.metrics import SwapStatistics
-from hsswap.models import Llama, LlamaConfig, PlainAttention
+from hsswap.models import Arrays, HostArrays, LlamaConfig, TokenIds
 from hsswap.sync import BlockingSequence, BlockingSwap
 
 
 def _nothing() -> None:
     pass
+
+
+class Model(Protocol):
+    """What a decoder runs: :class:`hsswap.models.Llama`, or the one in torch, with arrays to suit
+    (the :class:`~hsswap.models.Attention` it is given takes and returns them).
+    """
+
+    @property
+    def config(self) -> LlamaConfig:
+        """Its sizes."""
+        ...
+
+    @property
+    def arrays(self) -> Arrays:
+        """How its arrays meet the swap."""
+        ...
+
+    def forward(
+        self, tokens: TokenIds, position: int, attention: Any, *, all_logits: bool = False
+    ) -> Any:
+        """Logits."""
+        ...
+
+    def prefill(
+        self,
+        tokens: TokenIds,
+        attention: Any,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Any:
+        """Logits after a prompt."""
+        ...
+
+    def decode(self, token: int, position: int, attention: Any) -> int:
+        """The likeliest next token."""
+        ...
+
+    def plain_attention(self, capacity_tokens: int) -> Any:
+        """The baseline's attention."""
+        ...
 
 
 def dims_of(config: LlamaConfig, block_size: int = 16) -> ModelDims:
@@ -34,7 +74,8 @@ def dims_of(config: LlamaConfig, block_size: int = 16) -> ModelDims:
 class SwapAttention:
     """``hsswap.models.Attention`` through a swap's sequence: no K or V is kept here.
 
-    ``exact`` as in :meth:`hsswap.Sequence.attend`. ``verifier``, if given, gets a copy of every
+    ``arrays`` are the model's: on a GPU nothing is waited for, work is in stream order. ``exact``
+    as in :meth:`hsswap.Sequence.attend`. ``verifier``, if given, gets a copy of every
     call. ``checkpoint`` is called before each layer, where nothing is under way; what it raises
     passes through. ``left_out`` gathers the mass that top-k left out, one array a call.
     """
@@ -43,26 +84,35 @@ class SwapAttention:
         self,
         sequence: BlockingSequence,
         *,
+        arrays: Arrays | None = None,
         verifier: AttentionVerifier | None = None,
         checkpoint: Callable[[], None] = _nothing,
     ) -> None:
         self.exact: bool | None = None
+        self._arrays = arrays or HostArrays()
         self.left_out: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
         self._sequence = sequence
         self._verifier = verifier
         self._checkpoint = checkpoint
 
-    def attend(self, layer: int, queries: U16, keys: U16, values: U16) -> U16:
-        """Append and attend; returns when the output is written. Raises as the swap does."""
+    def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+        """Append and attend; in host memory it returns when the output is written. Raises as the
+        swap does.
+        """
         self._checkpoint()
-        self._sequence.append(layer, keys, values)
-        out = np.empty((*queries.shape[:2], values.shape[2]), np.uint16)
-        result = self._sequence.attend(layer, queries, out, exact=self.exact)
-        result.synchronize()
+        arrays, stream = self._arrays, self._arrays.stream
+        self._sequence.append(layer, arrays.for_swap(keys), arrays.for_swap(values), stream=stream)
+        out = arrays.new((*queries.shape[:2], values.shape[2]))
+        result = self._sequence.attend(
+            layer, arrays.for_swap(queries), arrays.for_swap(out), exact=self.exact, stream=stream
+        )
+        if stream is None:
+            result.synchronize()
         if result.chosen is not None:
             self.left_out.append(result.left_out_mass)
         if self._verifier is not None:
-            self._verifier.record(layer, queries, keys, values, out, result.chosen)
+            q, k, v, o = (arrays.on_host(array) for array in (queries, keys, values, out))
+            self._verifier.record(layer, q, k, v, o, result.chosen)
         return out
 
 
@@ -140,7 +190,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         swap: BlockingSwap,
         attention: SwapAttention,
         *,
@@ -226,17 +276,15 @@ class Decoder:
         run.must_read_bytes += must_read_blocks(config, position) * block_bytes
 
 
-def count_agreeing(model: Llama, prompt: list[int], generated: list[int]) -> int:
+def count_agreeing(model: Model, prompt: list[int], generated: list[int]) -> int:
     """How many of the generated tokens the same model with plain attention would choose too.
 
     The plain model gets the generated tokens as input (teacher forcing), all in one pass after the
     prompt, so that one disagreement does not make all that follow disagree.
     """
-    c = model.config
-    tokens = len(prompt) + len(generated)
-    plain = PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=tokens)
+    plain = model.plain_attention(len(prompt) + len(generated))
     choices = [int(model.prefill(prompt, plain).argmax())]
     if len(generated) > 1:
         logits = model.forward(generated[:-1], len(prompt), plain, all_logits=True)
-        choices += logits.argmax(axis=1).tolist()
+        choices += logits.argmax(-1).tolist()
     return sum(a == b for a, b in zip(choices, generated, strict=True))

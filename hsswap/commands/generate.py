@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO
 
-from hsswap.commands.decoding import Decoder, Run, SwapAttention, count_agreeing, dims_of
+from hsswap.commands.decoding import Decoder, Model, Run, SwapAttention, count_agreeing, dims_of
 from hsswap.commands.generate_args import GenerateOptions, prompt_name, read_prompt
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.output import TextOutput, say
@@ -86,7 +86,7 @@ def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
     job = Job.of(options)
     check_device(options.device)
     say(f"loading {job.file.path.name}", sys.stderr)
-    model = Llama.from_gguf(job.file)
+    model = load_model(job.file, options.device)
     text_to = None if options.json else sys.stdout
     report, failures = run_job(job, model, interrupts, text_to=text_to)
     say(report.as_table(), sys.stderr)
@@ -115,9 +115,36 @@ def check_device(name: str) -> None:
         raise DeviceError(str(error).replace('device="host"', "--device host")) from error
 
 
+def load_model(file: GgufFile, device: str) -> Model:
+    """The model for a device: NumPy's for the host, torch's for a GPU.
+
+    Raises DeviceError where torch is missing or sees no such GPU, and ModelError.
+    """
+    if device == "host":
+        return Llama.from_gguf(file)
+    try:
+        import torch
+
+        from hsswap.models.torch_llama import TorchLlama
+    except ImportError as error:
+        raise DeviceError(
+            f"--device {device} runs the model in torch, which is not installed: "
+            "pip install 'hsswap[torch]', or give --device host"
+        ) from error
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"--device {device}: torch {torch.__version__} sees no GPU; install one built for "
+            "CUDA, or give --device host"
+        )
+    # Its own stream for this thread: the legacy default stream waits for all others.
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return TorchLlama.from_gguf(file, device)
+
+
 def run_job(
     job: Job,
-    model: Llama,
+    model: Model,
     interrupts: Interrupts,
     *,
     text_to: TextIO | None = None,
@@ -142,7 +169,9 @@ def run_job(
             blocking(job.plan.config, device=device) as swap,
             swap.sequence(top_k=job.plan.top_k) as sequence,
         ):
-            attention = SwapAttention(sequence, verifier=verifier, checkpoint=interrupts.check)
+            attention = SwapAttention(
+                sequence, arrays=model.arrays, verifier=verifier, checkpoint=interrupts.check
+            )
             decoder = Decoder(
                 model, swap, attention, verifier=verifier, checkpoint=interrupts.check
             )

@@ -29,8 +29,10 @@ from numpy.typing import NDArray
 
 from hsswap.bf16 import F32, U16, from_float32, to_float32
 from hsswap.errors import ArgumentError
+from hsswap.models.arrays import HostArrays
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile, check_tensors, read_tensors
+from hsswap.models.plain import PlainAttention
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -165,10 +167,11 @@ def _tensor_shapes(file: GgufFile, c: LlamaConfig) -> dict[str, tuple[int, ...]]
 class Llama:
     """A Llama model. It keeps no state of a sequence; one object may serve many, on one thread.
 
-    Attributes: ``config``, ``weights``.
+    Attributes: ``config``, ``weights``, ``arrays``.
     """
 
     def __init__(self, config: LlamaConfig, weights: LlamaWeights) -> None:
+        self.arrays = HostArrays()
         self.config = config
         self.weights = weights
         self._rope = np.empty((0, config.rope_dims // 2), np.complex64)
@@ -219,7 +222,7 @@ class Llama:
         """
         if chunk_rows <= 0:
             raise ArgumentError(f"chunk_rows must be positive, not {chunk_rows}")
-        ids = self._check(tokens, position)
+        ids = check_tokens(tokens, position, self.config)
         logits: F32 | None = None
         for first in range(0, len(ids), chunk_rows):
             chunk = ids[first : first + chunk_rows]
@@ -237,11 +240,16 @@ class Llama:
         """
         return int(self.forward([token], position, attention).argmax())
 
+    def plain_attention(self, capacity_tokens: int) -> PlainAttention:
+        """The baseline: everything in memory."""
+        c = self.config
+        return PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=capacity_tokens)
+
     def _layers(
         self, tokens: TokenIds, position: int, attention: Attention, *, last_only: bool
     ) -> F32:
         """The residual stream after all layers, ``[rows, width]``, or of its last row alone."""
-        c, ids = self.config, self._check(tokens, position)
+        c, ids = self.config, check_tokens(tokens, position, self.config)
         rows, q_heads, kv_heads, head_dim = len(ids), c.q_heads, c.kv_heads, c.head_dim
         turn = self._rope_rows(position, rows)[:, None, :]
         x: F32 = self.weights.embedding[ids]
@@ -269,21 +277,6 @@ class Llama:
             x += _gated(gate_up) @ w.down.T
         return x
 
-    def _check(self, tokens: TokenIds, position: int) -> NDArray[np.int64]:
-        """The tokens as an array, if they and the position are within the model's limits."""
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise ArgumentError("tokens must be a non-empty flat sequence of integers")
-        limit = self.config.context_tokens
-        if position < 0 or position + len(ids) > limit:
-            raise ArgumentError(
-                f"tokens {position} .. {position + len(ids) - 1} do not fit the model's context of "
-                f"{limit} tokens; shorten the prompt or generate fewer tokens"
-            )
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise ArgumentError(f"a token id is not in 0..{self.config.vocab_size - 1}")
-        return ids.astype(np.int64, copy=False)
-
     def _rope_rows(self, position: int, rows: int) -> NDArray[np.complex64]:
         """exp(i * angle) of ``rows`` positions, ``[rows, rope_dims / 2]``, from a growing table."""
         end = position + rows
@@ -292,13 +285,34 @@ class Llama:
             # At most doubled each time, never past the context: a 128k context costs 64 MB of
             # table only if it is used.
             size = min(max(end, 2 * have, _ROPE_ROWS_MIN), c.context_tokens)
-            frequency = c.rope_base ** (-np.arange(0, c.rope_dims, 2) / c.rope_dims)
-            if self.weights.rope_factors is not None:
-                frequency = frequency / self.weights.rope_factors
+            frequency = rope_frequencies(c, self.weights.rope_factors)
             angle = np.outer(np.arange(have, size) / c.rope_factor, frequency)
             more = np.exp(1j * angle).astype(np.complex64)
             self._rope = np.concatenate([self._rope, more])
         return self._rope[position:end]
+
+
+def check_tokens(tokens: TokenIds, position: int, config: LlamaConfig) -> NDArray[np.int64]:
+    """The tokens as an array. Raises ``ArgumentError`` if they or the position pass the limits."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise ArgumentError("tokens must be a non-empty flat sequence of integers")
+    limit = config.context_tokens
+    if position < 0 or position + len(ids) > limit:
+        raise ArgumentError(
+            f"tokens {position} .. {position + len(ids) - 1} do not fit the model's context of "
+            f"{limit} tokens; shorten the prompt or generate fewer tokens"
+        )
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ArgumentError(f"a token id is not in 0..{config.vocab_size - 1}")
+    return ids.astype(np.int64, copy=False)
+
+
+def rope_frequencies(config: LlamaConfig, factors: F32 | None) -> NDArray[np.float64]:
+    """Radians a position of each pair of dims, ``[rope_dims / 2]``."""
+    c = config
+    frequency: NDArray[np.float64] = c.rope_base ** (-np.arange(0, c.rope_dims, 2) / c.rope_dims)
+    return frequency if factors is None else frequency / factors
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
