@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hsswap.__main__ import main
 from hsswap.driver.base import Stream
@@ -20,11 +22,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return TinyRun.make(tmp_path_factory.mktemp("tiny"))
 
 
+def slots_of(work: AttendWork) -> NDArray[np.int32]:
+    """A copy of a table that the host holds."""
+    assert isinstance(work.slots, np.ndarray)
+    return work.slots.copy()
+
+
+def lengths_of(work: AttendWork) -> NDArray[np.int64]:
+    """Lengths that the host holds."""
+    assert isinstance(work.lengths, np.ndarray)
+    return work.lengths
+
+
 class Drop(HostDevice):
     """Attention without the block at logical position 5."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        slots = work.slots.copy()
+        slots = slots_of(work)
         if work.first_block == 0:
             slots[:, :, 5:6] = -1
         super().attend(stream, replace(work, slots=slots))
@@ -36,7 +50,7 @@ class DropLate(HostDevice):
     calls = 0
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        slots = work.slots.copy()
+        slots = slots_of(work)
         if work.first_block == 0:
             self.calls += 1
             if self.calls == 40:
@@ -48,7 +62,7 @@ class ExchangeHeads(HostDevice):
     """Two units of one block exchanged: each KV head attends to the other's."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        slots = work.slots.copy()
+        slots = slots_of(work)
         if work.first_block == 0:
             slots[:, :, 5] = slots[:, ::-1, 5]
         super().attend(stream, replace(work, slots=slots))
@@ -58,7 +72,7 @@ class ExchangeLast(HostDevice):
     """The last block and the first exchanged, so that the fill of the last cuts the other."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        slots = work.slots.copy()
+        slots = slots_of(work)
         slots[:, :, [0, -1]] = slots[:, :, [-1, 0]]
         super().attend(stream, replace(work, slots=slots))
 
@@ -67,14 +81,14 @@ class Shift(HostDevice):
     """One token fewer is seen than there is."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        super().attend(stream, replace(work, lengths=work.lengths - 1))
+        super().attend(stream, replace(work, lengths=lengths_of(work) - 1))
 
 
 class ShiftBeyond(HostDevice):
     """One token more is seen than was written."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        super().attend(stream, replace(work, lengths=work.lengths + 1))
+        super().attend(stream, replace(work, lengths=lengths_of(work) + 1))
 
 
 class Stale(HostDevice):
@@ -100,7 +114,7 @@ class OtherBlock(HostDevice):
     """One block served in place of its neighbour, wherever the two are."""
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        slots = work.slots.copy()
+        slots = slots_of(work)
         if work.first_block == 0:
             slots[:, :, 5] = slots[:, :, 6]
         super().attend(stream, replace(work, slots=slots))

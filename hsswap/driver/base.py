@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from hsswap.driver.operations import (
+    AppendAtWork,
     AppendWork,
     AttendWork,
     ChecksumWork,
@@ -178,6 +179,10 @@ class Device(Closeable):
     @abstractmethod
     def append(self, stream: Stream, work: AppendWork) -> None:
         """Copy an engine's rows of K and V into units, in device slots and host slots."""
+
+    @abstractmethod
+    def append_at(self, stream: Stream, work: AppendAtWork) -> None:
+        """The same at positions, and by tables, that the device holds."""
 
     @abstractmethod
     def gather(self, stream: Stream, work: GatherWork) -> None:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from hsswap.config import SPAN_TOKENS
 from hsswap.driver.operations import (
     I32,
+    I64,
+    AppendAtWork,
     AppendWork,
     AttendWork,
     AttentionState,
@@ -199,12 +201,9 @@ def attend(work: AttendWork) -> AttendWork:
         f"span_blocks is {work.span_blocks}: {span_tokens} tokens; a multiple of {SPAN_TOKENS} "
         "is needed",
     )
-    lengths = work.lengths
-    if not isinstance(lengths, np.ndarray) or lengths.dtype != np.int64:
-        raise ArgumentError("lengths must be an int64 NumPy array")
-    _require(lengths.shape == (sequences,), f"lengths must have shape {(sequences,)}")
-    _require(not lengths.size or int(lengths.min()) >= 0, "lengths cannot be negative")
-    shape = work.slots.shape if isinstance(work.slots, np.ndarray) else ()
+    lengths = _lengths(work.lengths, sequences)
+    _require(work.added_tokens >= 0, f"added_tokens is {work.added_tokens}; 0 and more")
+    shape = work.slots.shape if isinstance(work.slots, np.ndarray | Tensor) else ()
     _require(
         len(shape) == 3 and shape[:2] == (sequences, group.kv_heads),
         f"slots must be an array {(sequences, group.kv_heads)} + (blocks,)",
@@ -216,6 +215,12 @@ def attend(work: AttendWork) -> AttendWork:
             f"first_block is {work.first_block}; a multiple of span_blocks ({work.span_blocks}) is "
             "needed",
         )
+    elif isinstance(positions, Tensor):
+        held_table(positions, shape, "positions")
+        _require(
+            not isinstance(work.slots, Tensor) or work.slots.strides == positions.strides,
+            "slots and positions, both held by the device, must have the same strides",
+        )
     else:
         positions = _indices(positions, shape, 1 << 31, "positions", lowest=-1)
     if work.block_lse is not None:
@@ -226,8 +231,60 @@ def attend(work: AttendWork) -> AttendWork:
     if work.blocks is not None:
         _same_layout(work.units, work.blocks)
         lowest -= _pool(work.blocks, "blocks") * group.kv_heads
-    slots = _indices(work.slots, shape, units, "slots", lowest=lowest)
-    return replace(work, lengths=lengths.copy(), slots=slots, positions=positions)
+    slots = work.slots
+    if isinstance(slots, Tensor):
+        held_table(slots, shape, "slots")
+    else:
+        slots = _indices(slots, shape, units, "slots", lowest=lowest)
+    return replace(work, lengths=lengths, slots=slots, positions=positions)
+
+
+def _lengths(given: I64 | Tensor, sequences: int) -> I64 | Tensor:
+    """Check lengths or positions of sequences; a copy of those the host holds."""
+    if isinstance(given, Tensor):
+        held_counters(given, sequences, "lengths")
+        return given
+    if not isinstance(given, np.ndarray) or given.dtype != np.int64:
+        raise ArgumentError("lengths must be an int64 NumPy array")
+    _require(given.shape == (sequences,), f"lengths must have shape {(sequences,)}")
+    _require(not given.size or int(given.min()) >= 0, "lengths cannot be negative")
+    return given.copy()
+
+
+def held_counters(tensor: Tensor, sequences: int, what: str) -> None:
+    """Check a counter a sequence that the device holds."""
+    _require(tensor.dtype in ("i32", "i64"), f"{what} has dtype {tensor.dtype}; i32 or i64")
+    _tensor(tensor, tensor.dtype, (sequences,), what)
+
+
+def held_table(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
+    """Check a table that the device holds: ``[..., H, B]``, one stride for all lists."""
+    _tensor(tensor, "i32", shape, what)
+    *outer, last = tensor.strides
+    _require(shape[-1] <= 1 or last == 4, f"{what} must be contiguous along its last axis")
+    if len(shape) == 3 and shape[0] > 1:
+        _require(
+            outer[0] == shape[1] * outer[1],
+            f"{what} has strides {tensor.strides}; sequences must be {shape[1]} lists apart",
+        )
+
+
+def append_at(work: AppendAtWork) -> AppendAtWork:
+    """Check an AppendAtWork."""
+    _same_layout(work.units, work.blocks)
+    group = work.units.group
+    _pool(work.units, "units")
+    _pool(work.blocks, "blocks")
+    sequences, rows = _rank(work.keys, 4, "keys")[:2]
+    shape = (sequences, rows, group.kv_heads)
+    _tensor(work.keys, "bf16", (*shape, group.head_dim), "keys")
+    _tensor(work.values, "bf16", (*shape, group.value_dim), "values")
+    held_counters(work.positions, sequences, "positions")
+    blocks = _rank(work.slots, 3, "slots")[2]
+    held_table(work.slots, (sequences, group.kv_heads, blocks), "slots")
+    if work.host_slots is not None:
+        held_table(work.host_slots, (sequences, blocks), "host_slots")
+    return work
 
 
 def finalize(work: FinalizeWork) -> FinalizeWork:

@@ -29,6 +29,7 @@ from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
 from hsswap.driver.nvrtc import Compiler
 from hsswap.driver.operations import (
+    AppendAtWork,
     AppendWork,
     AttendWork,
     ChecksumWork,
@@ -45,6 +46,7 @@ W = TypeVar("W")
 
 ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("append", {"CHUNK": 16}),
+    ("append_at", {"CHUNK": 16}),
     ("gather", {"CHUNK": 16}),
     ("scatter", {"CHUNK": 16}),
     ("encode", {"CHUNK": 16}),
@@ -160,6 +162,10 @@ class CudaDevice(Device):
     def append(self, stream: Stream, work: AppendWork) -> None:
         """See :class:`AppendWork`."""
         self._enqueue(stream, "append", checks.append, cuda_operations.append, work)
+
+    def append_at(self, stream: Stream, work: AppendAtWork) -> None:
+        """See :class:`AppendAtWork`."""
+        self._enqueue(stream, "append_at", checks.append_at, cuda_operations.append_at, work)
 
     def gather(self, stream: Stream, work: GatherWork) -> None:
         """See :class:`GatherWork`."""

@@ -31,7 +31,7 @@ from hsswap.driver.cuda_attention_params import (
 )
 from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.operations import AttendWork, FinalizeWork
-from hsswap.driver.tensor import contiguous_strides
+from hsswap.driver.tensor import Tensor, contiguous_strides
 
 SPAN_TOKENS = 1024
 """Tokens of a span. Constant, so that rows of one call may lie on both sides of any length."""
@@ -235,8 +235,14 @@ def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
         or any(stride % 16 for stride in work.queries.strides[:3])
     ):
         return False
-    spans = (int(work.lengths.max()) // 16 - work.first_block) // work.span_blocks
-    # Units in host slots, and gaps, are the other kernel's.
+    # Units in host slots, and gaps, are the other kernel's; of a table that the device holds it is
+    # not known whether it has any.
+    if isinstance(work.slots, Tensor):
+        return False
+    if isinstance(work.lengths, Tensor):
+        return bool((work.slots >= 0).all())
+    last = int(work.lengths.max()) + work.added_tokens
+    spans = (last // 16 - work.first_block) // work.span_blocks
     return spans > 0 and bool((work.slots >= 0).all())
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_seam import Launcher
-from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork
+from hsswap.driver.operations import I32, I64, AttendWork, AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, DeviceError
 
 LEAF_TOKENS = 128
 COUNTER_BYTES = 1 << 16
 MOST_COUNTERS = COUNTER_BYTES // 4
-_ATTEND = struct.Struct("<15Q10q9i2f4x")
+_ATTEND = struct.Struct("<15Q11q12i2f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,15 @@ def attend_params(
         counters = device.workspace(stream, COUNTER_BYTES + sums_bytes + rows_bytes)
         part_sums = counters + COUNTER_BYTES
         part_rows = part_sums + sums_bytes
-    positions = 0
-    if work.positions is not None:
-        positions = device.upload(stream, np.ascontiguousarray(work.positions))
+    slots, positions, list_stride = _tables(device, stream, work, shape)
+    lengths, length_bytes, length_stride = _lengths(device, stream, work.lengths)
     return _ATTEND.pack(
         work.queries.address,
         work.units.memory.address,
         0 if work.blocks is None else work.blocks.memory.address,
-        device.upload(stream, np.ascontiguousarray(work.slots)),
+        slots,
         positions,
-        device.upload(stream, work.lengths),
+        lengths,
         work.state.maximum.address,
         work.state.total.address,
         work.state.weighted.address,
@@ -97,6 +96,7 @@ def attend_params(
         *((0, 0, 0, 0) if end is None else element_strides(end.out)),
         work.units.unit_bytes,
         0 if work.blocks is None else work.blocks.block_bytes,
+        list_stride,
         shape.sequences,
         shape.rows,
         shape.entries,
@@ -106,9 +106,44 @@ def attend_params(
         group.window or 0,
         parts,
         int(wide),
+        length_bytes,
+        length_stride,
+        work.added_tokens,
         group.logit_scale,
         group.soft_cap or 1.0,
     )
+
+
+def _tables(
+    device: Launcher, stream: Stream, work: AttendWork, shape: Shape
+) -> tuple[int, int, int]:
+    """Addresses of slots and positions, and elements from list to list, the same for both."""
+    tables = [t for t in (work.slots, work.positions) if isinstance(t, Tensor)]
+    list_stride = tables[0].strides[-2] // 4 if tables else shape.entries
+    slots, positions = (
+        0 if table is None else _address(device, stream, table, shape.entries, list_stride)
+        for table in (work.slots, work.positions)
+    )
+    return slots, positions, list_stride
+
+
+def _address(
+    device: Launcher, stream: Stream, table: I32 | Tensor, entries: int, list_stride: int
+) -> int:
+    if isinstance(table, Tensor):
+        return table.address
+    if list_stride != entries:  # as far apart as those of the other table
+        apart = np.full((*table.shape[:2], list_stride), -1, np.int32)
+        apart[..., :entries] = table
+        table = apart
+    return device.upload(stream, np.ascontiguousarray(table))
+
+
+def _lengths(device: Launcher, stream: Stream, lengths: I64 | Tensor) -> tuple[int, int, int]:
+    """Address, bytes of one, and bytes from one to the next."""
+    if isinstance(lengths, Tensor):
+        return lengths.address, 4 if lengths.dtype == "i32" else 8, lengths.strides[0]
+    return device.upload(stream, lengths), 8, 8
 
 
 def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:

@@ -14,6 +14,7 @@ import numpy as np
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.operations import (
+    AppendAtWork,
     AppendWork,
     BlockPool,
     ChecksumWork,
@@ -126,6 +127,51 @@ def append(device: Launcher, stream: Stream, work: AppendWork) -> None:
     )
     grid, block = Grid(-(-pairs // WARPS)), Grid(WARPS * WARP)
     device.launch(stream, "append", chunk, grid, block, 0, params)
+
+
+def append_at(device: Launcher, stream: Stream, work: AppendAtWork) -> None:
+    """One warp a sequence, row and head."""
+    group, keys, values = work.units.group, work.keys, work.values
+    sequences, rows = keys.shape[:2]
+    chunk = _chunk(
+        *_pools(work.units, work.blocks),
+        keys.address,
+        values.address,
+        *keys.strides[:3],
+        *values.strides[:3],
+    )
+    if keys.strides[3] != 2 or values.strides[3] != 2:
+        chunk = BY_2
+    host_slots = work.host_slots
+    params = struct.pack(
+        "<Q4qQ4q5Q5q8i",
+        keys.address,
+        *keys.strides[1:],
+        keys.strides[0],
+        values.address,
+        *values.strides[1:],
+        values.strides[0],
+        work.units.memory.address,
+        work.blocks.memory.address,
+        work.slots.address,
+        0 if host_slots is None else host_slots.address,
+        work.positions.address,
+        work.units.unit_bytes,
+        work.blocks.block_bytes,
+        work.slots.strides[1] // 4,
+        0 if host_slots is None else host_slots.strides[0] // 4,
+        sequences * rows * group.kv_heads,
+        rows,
+        work.slots.shape[2],
+        work.positions.strides[0],
+        4 if work.positions.dtype == "i32" else 8,
+        group.kv_heads,
+        work.units.block_size,
+        2 * group.head_dim,
+        2 * group.value_dim,
+    )
+    grid = Grid(-(-sequences * rows * group.kv_heads // WARPS))
+    device.launch(stream, "append_at", chunk, grid, Grid(WARPS * WARP), 0, params)
 
 
 def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | ScatterWork) -> None:

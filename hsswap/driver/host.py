@@ -16,6 +16,7 @@ from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_stream import HostStream
 from hsswap.driver.operations import (
+    AppendAtWork,
     AppendWork,
     AttendWork,
     ChecksumWork,
@@ -93,6 +94,10 @@ class HostDevice(Device):
     def append(self, stream: Stream, work: AppendWork) -> None:
         """See :class:`AppendWork`."""
         self._enqueue(stream, "append", checks.append, host_ops.append, work)
+
+    def append_at(self, stream: Stream, work: AppendAtWork) -> None:
+        """See :class:`AppendAtWork`."""
+        self._enqueue(stream, "append_at", checks.append_at, host_ops.append_at, work)
 
     def gather(self, stream: Stream, work: GatherWork) -> None:
         """See :class:`GatherWork`."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from hsswap import bf16
 from hsswap.driver.host_blas import multiply
+from hsswap.driver.host_held import HeldAttend, held_attend
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
 from hsswap.driver.host_rows import F32, I64, RowTiles
@@ -54,23 +55,23 @@ class _Spans:
     block_size: int
 
     @classmethod
-    def plan(cls, work: AttendWork) -> _Spans:
+    def plan(cls, work: AttendWork, held: HeldAttend) -> _Spans:
         """Cut the entries into spans, the last one filled up with entries that are skipped."""
-        sequences, heads, entries = work.slots.shape
+        slots = held.slots
+        sequences, heads, entries = slots.shape
         count = -(-entries // work.span_blocks)
         shape = (sequences, heads, count, work.span_blocks)
         size = work.units.block_size
-        slots = work.slots
         if count * work.span_blocks != entries:
             slots = np.full((sequences, heads, count * work.span_blocks), -1, np.int32)
-            slots[..., :entries] = work.slots
-        if work.positions is None:
+            slots[..., :entries] = held.slots
+        if held.positions is None:
             first = np.int64(work.first_block)
             start = (first + np.arange(count * work.span_blocks)) * size
             start = start.reshape(1, 1, *shape[2:])
         else:
             start = np.full((sequences, heads, count * work.span_blocks), NOWHERE)
-            np.multiply(work.positions, size, out=start[..., :entries], dtype=np.int64)
+            np.multiply(held.positions, size, out=start[..., :entries], dtype=np.int64)
             start = start.reshape(shape)
         slots = slots.reshape(shape)
         skipped = slots == -1
@@ -172,11 +173,12 @@ def attend(work: AttendWork, scratch: Scratch) -> None:
     """Fold the attention over a tile of units into the carried state."""
     group = work.units.group
     sequences, count = work.queries.shape[:2]
-    entries = work.slots.shape[2]
+    held = held_attend(work)
+    entries = held.slots.shape[2]
     if sequences == 0 or count == 0:
         return
-    rows = RowTiles.plan(work.lengths, count, group.kv_heads, group.group_size, group.window)
-    spans = _Spans.plan(work)
+    rows = RowTiles.plan(held.lengths, count, group.kv_heads, group.group_size, group.window)
+    spans = _Spans.plan(work, held)
     state = _State.load(work, rows, group.value_dim)
     lse = None
     if work.block_lse is not None:

@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 from hsswap import bf16
 from hsswap.checksum import crc32_of_blocks
 from hsswap.driver.host_blas import multiply
+from hsswap.driver.host_held import held_indices, held_slots
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.operations import (
+    AppendAtWork,
     AppendWork,
     BlockPool,
     ChecksumWork,
@@ -78,6 +80,43 @@ def append(work: AppendWork, scratch: Scratch) -> None:
         for blocks, source in zip(_block_views(work.blocks), sources, strict=True):
             # [slots, H, T, d] at (slot, all heads, token) is [n, H, d]
             blocks[slot, :, place[row]] = source[row]
+
+
+def append_at(work: AppendAtWork, scratch: Scratch) -> None:
+    """The same, where positions and tables are held by the device."""
+    size, heads = work.units.block_size, work.units.group.kv_heads
+    slots = held_slots(work.slots, work.units, work.blocks)  # [S, H, B]
+    rows = work.keys.shape[1]
+    token = work.positions.array().astype(np.int64)[:, None] + np.arange(rows)
+    block, place = np.divmod(token, size)  # [S, R]
+    inside = (block >= 0) & (block < slots.shape[2])
+    s, row = np.nonzero(inside)
+    block, place = block[s, row], place[s, row]
+    sources = (work.keys.array(), work.values.array())
+    unit = slots[s, :, block]  # [n, H]
+    n, head = np.nonzero(unit >= 0)
+    for units, source in zip(_unit_views(work.units), sources, strict=True):
+        units[unit[n, head], place[n]] = source[s[n], row[n], head]
+    away, head = np.nonzero(unit < -1)
+    host_slot, head = np.divmod(-2 - unit[away, head], heads)
+    _put_in_blocks(work, sources, (s[away], row[away], head), host_slot, place[away])
+    if work.host_slots is not None:
+        count = work.blocks.memory.shape[0]
+        host_slots = held_indices(work.host_slots, -1, count, "host_slots")[s, block]
+        n, head = np.nonzero(np.broadcast_to(host_slots[:, None] >= 0, (len(s), heads)))
+        _put_in_blocks(work, sources, (s[n], row[n], head), host_slots[n], place[n])
+
+
+def _put_in_blocks(
+    work: AppendAtWork,
+    sources: tuple[NDArray[np.uint16], NDArray[np.uint16]],
+    taken: tuple[NDArray[np.intp], ...],
+    host_slot: NDArray[np.integer],
+    place: NDArray[np.int64],
+) -> None:
+    """Rows ``taken`` (sequence, row, head) into token ``place`` of their units of host slots."""
+    for blocks, source in zip(_block_views(work.blocks), sources, strict=True):
+        blocks[host_slot, taken[2], place] = source[taken]
 
 
 def gather(work: GatherWork, scratch: Scratch) -> None:

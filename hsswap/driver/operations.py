@@ -4,6 +4,12 @@ Tensors are records of raw memory (:class:`Tensor`): an engine's pointers and Nu
 same. Shape letters: S sequences of a launch, R query rows of each, Q query heads, H KV heads, B
 blocks, T tokens of a block, dk and dv the dims of K and V. ``slot`` numbers count units in a device
 pool and blocks in a host pool; -1 means none.
+
+An argument that may be an index array or a Tensor is *held by the host* in the first case: copied
+and checked when the work is enqueued. As a Tensor it is *held by the device*: read when the work
+runs, so that earlier work on the stream, or each launch of a graph, may write it. Both give the
+same bits. What it holds then is the caller's care: the host device checks it when it runs, a GPU
+does not.
 """
 
 from __future__ import annotations
@@ -92,6 +98,27 @@ class AppendWork:
 
 
 @dataclass(frozen=True, slots=True)
+class AppendAtWork:
+    """R rows of K and V of each of S sequences, at token positions that the device holds.
+
+    ``keys`` ``[S, R, H, dk]`` and ``values`` ``[S, R, H, dv]``, BF16, any strides. Row i of
+    sequence s goes to token ``positions[s] + i``; ``positions`` ``[S]`` i32 or i64. The token's
+    unit is entry ``token // T`` of ``slots`` ``[S, H, B]`` i32, a table as :class:`AttendWork`
+    takes: into ``units``, or in place into a host slot of ``blocks``. ``host_slots`` ``[S, B]``
+    i32, if not None: the host slot of each block, which gets the row as well. Rows outside the B
+    blocks, and entries of -1, are left out. ``slots`` and ``host_slots`` are contiguous along B.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    units: UnitPool
+    slots: Tensor
+    blocks: BlockPool
+    host_slots: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatherWork:
     """n units: head ``heads[i]`` of host slot ``host_slots[i]`` into ``device_slots[i]``.
 
@@ -140,6 +167,12 @@ class AttendWork:
     slot -1 is skipped. None: entry b is block ``first_block + b``, and ``first_block`` must be the
     first of a span.
 
+    ``lengths`` (i32 or i64), ``slots`` and ``positions`` may be held by the device; the two tables
+    are then contiguous along B, equally far from head to head, and sequences are H heads apart.
+    ``added_tokens``: tokens that the last row sees beyond ``lengths``, for a counter that stands
+    before the rows of this step. Entries behind a row's length change no bit, so a table may be as
+    long as the sequence can become.
+
     Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
     ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
     be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
@@ -149,16 +182,17 @@ class AttendWork:
     """
 
     queries: Tensor
-    lengths: I64
+    lengths: I64 | Tensor
     units: UnitPool
-    slots: I32
+    slots: I32 | Tensor
     first_block: int
-    positions: I32 | None
+    positions: I32 | Tensor | None
     span_blocks: int
     state: AttentionState
     begin: bool
     block_lse: Tensor | None = None
     blocks: BlockPool | None = None
+    added_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ _BY_ALIGNMENT: tuple[Constants, ...] = ({"CHUNK": 16}, {"CHUNK": 2})
 
 KERNELS: dict[str, Kernel] = {
     "append": Kernel("append.cu", "append", True, _BY_ALIGNMENT),
+    "append_at": Kernel("append.cu", "append_at", True, _BY_ALIGNMENT),
     "gather": Kernel("gather.cu", "gather", True, _BY_ALIGNMENT),
     "scatter": Kernel("gather.cu", "scatter", True, _BY_ALIGNMENT),
     "checksum": Kernel("checksum.cu", "checksum", True),

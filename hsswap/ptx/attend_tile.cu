@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   const int sequence = blockIdx.y / KV_HEADS, head = blockIdx.y % KV_HEADS;
   // Late tiles see most: they go first.
   const int pair0 = (gridDim.x - 1 - blockIdx.x) * TILE;
-  const i64 length = p.lengths[sequence], list = ((i64)sequence * KV_HEADS + head) * p.entries;
+  const i64 length = length_of(p, sequence), list = ((i64)sequence * KV_HEADS + head) * p.list_stride;
 
   Shared sh;
   sh.q = shared_address(memory);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   sh.v = APART ? sh.k + K_BYTES : sh.k;
   sh.source = (u64*)(memory + Q_BYTES + KV_BYTES);
   sh.position = (int*)(sh.source + 2 * LEAF);
-  sh.any = (const u8*)p.lengths;
+  sh.any = p.units;
 
   Tile tile;
   tile.pairs = min(TILE, p.rows * GROUP - pair0);

@@ -50,7 +50,7 @@ struct Barriers {
 
 __device__ __forceinline__ void produce(const WideParams& given, const Barriers& b, u32 k, u32 v, int leaves) {
   const int lane = threadIdx.x & 31;
-  const int* slots = given.p.slots + (i64)blockIdx.y * given.p.entries;
+  const int* slots = given.p.slots + (i64)blockIdx.y * given.p.list_stride;
   const int block = lane < 16 ? lane >> 1 : lane & 7;
   int slot = slots[block];
   for (int i = 0; i < leaves; i++) {
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) attend_wide(const
   __syncthreads();
   Tile tile;
   const int pair0 = (gridDim.x - 1 - blockIdx.x) * TILE;
-  const int leaves = wide_spans_of(p, p.lengths[blockIdx.y / KV_HEADS], pair0) * (p.span_blocks * BLOCK / LEAF);
+  const int leaves = wide_spans_of(p, length_of(p, blockIdx.y / KV_HEADS), pair0) * (p.span_blocks * BLOCK / LEAF);
   if (leaves == 0) return;
   tile.pairs = min(TILE, p.rows * GROUP - pair0);
   if (threadIdx.x >= THREADS) {

@@ -231,7 +231,7 @@ __device__ __forceinline__ void work(const AttendParams& p, u8* memory, u64* bar
   if (lane == 0) init_barriers(barriers, STAGES);
   __syncwarp();
 
-  const i64 list = (i64)pair_index() * p.entries;
+  const i64 list = (i64)pair_index() * p.list_stride;
   const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), item = blockIdx.y * WORKERS + warp;
   Leaves leaves;
   leaves.leaves_a_span = p.span_blocks / UNITS;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void work(const AttendParams& p, u8* memory, u64* bar
   leaves.stride = 0;
   leaves.count = item < all ? 1 : 0;
 #endif
-  const i64 length = load_i64(p.lengths + sequence);
+  const i64 length = length_of(p, sequence);
   Entry now = entry_of(p, list, leaves, 0, lane);
   const Sight see = sight_of(p, length, 0);
   const u64 policy = evict_first();

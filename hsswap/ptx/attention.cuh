@@ -30,9 +30,9 @@ struct AttendParams {
   const u16* queries;       // [S, R, Q, dk], strides below, in elements
   const u8* units;          // [slots, unit_bytes]
   const u8* blocks;         // [host slots, block_bytes], or null
-  const int* slots;         // [S, H, B]
+  const int* slots;         // [S, H, B], list_stride elements between the lists of KV heads, also of positions
   const int* positions;     // [S, H, B], or null
-  const i64* lengths;       // [S]
+  const u8* lengths;        // [S], length_bytes each (4 or 8), length_stride bytes apart; length_more is added
   float* maximum;           // [S, R, Q]
   float* total;             // [S, R, Q]
   float* weighted;          // [S, R, Q, dv]
@@ -46,7 +46,9 @@ struct AttendParams {
   i64 out_stride[4];
   i64 unit_bytes;
   i64 block_bytes;
+  i64 list_stride;
   int sequences, rows, entries, first_block, span_blocks, begin, window, parts, wide;
+  int length_bytes, length_stride, length_more;
   float scale, soft_cap;
 };
 
@@ -137,6 +139,20 @@ __device__ __forceinline__ int first_token_of(const AttendParams& p, i64 list, i
   const i64 block = p.positions ? (i64)p.positions[list + entry] : (i64)p.first_block + entry;
   const i64 token = block * BLOCK;
   return token < 0 || token >= NOWHERE - BLOCK ? NOWHERE - BLOCK : (int)token;
+}
+
+// Tokens that the last row of a sequence sees: from the host, or from a counter that earlier kernels wrote.
+__device__ __forceinline__ i64 length_of(const AttendParams& p, int sequence) {
+  const u8* at = p.lengths + (i64)sequence * p.length_stride;
+  i64 length;
+  if (p.length_bytes == 4) {
+    int narrow;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(narrow) : "l"(at));
+    length = narrow;
+  } else {
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(length) : "l"(at));
+  }
+  return length + p.length_more;
 }
 
 // Tokens a row sees: start to end (exclusive).

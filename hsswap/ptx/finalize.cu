@@ -60,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_logsumexp(const _
   if (entry >= p.entries) return;
   for (i64 row = blockIdx.y; row < (i64)p.sequences * p.rows * Q_HEADS; row += gridDim.y) {
     const int q = (int)(row % Q_HEADS), r = (int)(row / Q_HEADS % p.rows), s = (int)(row / Q_HEADS / p.rows);
-    const i64 list = ((i64)s * KV_HEADS + q / GROUP) * p.entries;
+    const i64 list = ((i64)s * KV_HEADS + q / GROUP) * p.list_stride;
     const u8* unit = unit_of(p, p.slots[list + entry]);
-    const Sight see = sight_of(p, p.lengths[s], r);
+    const Sight see = sight_of(p, length_of(p, s), r);
     const int first = unit ? first_token_of(p, list, entry) : NOWHERE - BLOCK;
     const u16* query = p.queries + s * p.query_stride[0] + r * p.query_stride[1] + q * p.query_stride[2];
     float top = NOTHING, sum = 0.f;

@@ -73,9 +73,3 @@ __device__ __forceinline__ int load_int(const int* from) {
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-
-__device__ __forceinline__ i64 load_i64(const i64* from) {
-  i64 v;
-  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-}

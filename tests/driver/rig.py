@@ -26,7 +26,14 @@ from hsswap.driver.tensor import Tensor, tensor_in
 U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
 NAN_CODE = 0x7FC1
-DTYPE_NAMES = {"uint16": "bf16", "float32": "f32", "int32": "i32", "uint8": "u8", "uint32": "u32"}
+DTYPE_NAMES = {
+    "uint16": "bf16",
+    "float32": "f32",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint32": "u32",
+}
 
 
 def random_codes(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> U16:
