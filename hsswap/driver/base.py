@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from hsswap.driver.operations import (
     AppendAtWork,
@@ -37,6 +37,9 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+
+if TYPE_CHECKING:
+    from hsswap.driver.rounds_base import RoundKernels
 
 
 class Closeable(ABC):
@@ -215,3 +218,7 @@ class Device(Closeable):
     @abstractmethod
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """CRC-32 of blocks in host slots or device memory."""
+
+    @abstractmethod
+    def round_kernels(self) -> RoundKernels:
+        """The kernels of speculative rounds. Raises DeviceError where the device has none."""

@@ -33,6 +33,14 @@ from hsswap.driver.operations import (
     UnitCache,
     UnitPool,
 )
+from hsswap.driver.round_operations import (
+    AcceptWork,
+    AdaptWork,
+    CommitWork,
+    RollbackWork,
+    RoundRules,
+    SeedWork,
+)
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, ClosedError
 
@@ -41,7 +49,10 @@ Move = TypeVar("Move", GatherWork, ScatterWork)
 
 FEW_INDICES = 64
 
-_RECORDS = (UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache)
+_RECORDS = (
+    *(UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache),
+    *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork),
+)
 
 
 def named_tensors(work: object) -> list[tuple[str, Tensor]]:

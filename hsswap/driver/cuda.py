@@ -40,7 +40,8 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
-from hsswap.errors import ArgumentError, ClosedError
+from hsswap.driver.rounds_base import RoundKernels
+from hsswap.errors import ArgumentError, ClosedError, DeviceError
 
 W = TypeVar("W")
 
@@ -200,6 +201,12 @@ class CudaDevice(Device):
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""
         self._enqueue(stream, "checksum", checks.checksum, cuda_operations.checksum, work)
+
+    def round_kernels(self) -> RoundKernels:
+        raise DeviceError(
+            f"{self.name} has no kernels for speculative rounds in this version; decode plainly, "
+            'or use device="host"'
+        )
 
     def _enqueue(
         self,

@@ -14,6 +14,7 @@ from hsswap.config import SPAN_TOKENS
 from hsswap.driver import checks, host_attention, host_finalize, host_ops, host_select
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.host_memory import HostBuffer, Scratch
+from hsswap.driver.host_rounds import HostRounds
 from hsswap.driver.host_stream import HostStream
 from hsswap.driver.operations import (
     AppendAtWork,
@@ -27,6 +28,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError
 
 W = TypeVar("W")
@@ -130,6 +132,9 @@ class HostDevice(Device):
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""
         self._enqueue(stream, "checksum", checks.checksum, host_ops.checksum, work)
+
+    def round_kernels(self) -> RoundKernels:
+        return HostRounds(self._enqueue)
 
     def close(self) -> None:
         """Wait for the streams, then unmap every buffer. A second call does nothing."""
