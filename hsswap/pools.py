@@ -63,6 +63,8 @@ class GroupPool:
         self._resident_in_layer = [0] * group.layers
         self.ring = [RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)]
         self._next_region = 0
+        self.reserved_slots = 0
+        """Dirty host slots that sequences hold for blocks they will fill."""
         shape = (device_count * group.kv_heads, unit_bytes)
         self.units = UnitPool(tensor_in(self.device_memory, "u8", shape), group, dims.block_size)
         shape = (host_count, self.block_bytes)
@@ -106,9 +108,14 @@ class GroupPool:
 
     def give_back(self, group_layer: int, active: int, resident: I32) -> None:
         """Slots of a closed sequence's layer, once nothing reads them."""
-        self._resident_in_layer[group_layer] -= len(resident)
+        self.give_back_resident(group_layer, resident)
         self._kept_for_active += 1
-        self.slots.give_back(np.append(resident, np.int32(active)))
+        self.slots.give_back(np.array([active], np.int32))
+
+    def give_back_resident(self, group_layer: int, slots: I32) -> None:
+        """Slots of blocks that stayed on the device and are gone, once nothing reads them."""
+        self._resident_in_layer[group_layer] -= len(slots)
+        self.slots.give_back(slots)
 
     def next_region(self, stream: Stream) -> RingRegion:
         """The ring region whose turn it is; ``stream`` waits for its last reader."""

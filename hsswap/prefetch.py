@@ -47,6 +47,16 @@ class Blocks:
         """The layer's number inside its group."""
         return self.layer - self.pool.first_layer
 
+    def last(self, count: int) -> Blocks:
+        """The last ``count`` of the blocks."""
+        return Blocks(self.pool, self.layer, self.indices[len(self.indices) - count :])
+
+    def loaded(self) -> I32 | None:
+        """Their host slots if the tier has them all, to be leased under the same lock."""
+        slots = self.pool.tier.lookup(self.group_layer, self.indices)
+        there = not (slots < 0).any() and self.pool.tier.is_loaded(slots)
+        return slots if there else None
+
 
 @dataclass(eq=False, slots=True)
 class Load:

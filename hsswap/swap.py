@@ -15,7 +15,6 @@ from threading import RLock
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver import open_device
@@ -30,8 +29,9 @@ from hsswap.metrics import Counters, SwapStatistics
 from hsswap.pools import GroupPool, ScratchPool
 from hsswap.predictor import ProjectionPredictor, projection_matrix
 from hsswap.prefetch import Prefetcher
+from hsswap.retiring import Retiring
 from hsswap.sequence import Sequence
-from hsswap.tiers import I32, I64, SlotState
+from hsswap.tiers import I32, I64
 from hsswap.topk import TopK
 from hsswap.writeback import WriteBehind
 
@@ -209,6 +209,7 @@ class HighSpeedSwap:
                 self._store.close,
                 lambda: insist(self.prefetcher.settle),
                 lambda: insist(self.writes.settle),
+                lambda: insist(self.retiring.ended),
                 # Calls that waited for any of this end now, with launches of their own behind them.
                 lambda: insist(lambda: self.prefetcher.until(self._no_call)),
                 lambda: insist(self._quiet),
@@ -251,6 +252,11 @@ class HighSpeedSwap:
     def allocate_ids(self, count: int, ids: I64) -> I64:
         """``count`` more block ids for a sequence that has ``ids``. Raises OutOfBlocks."""
         return self._store.ids.allocate(count, int(ids[-1]) if len(ids) else None)
+
+    def share_ids(self, ids: I64) -> I64:
+        """The same ids for one more holder."""
+        self._store.ids.add_reference(ids)
+        return ids
 
     def stream_of(self, handle: object | None) -> Stream:
         """The swap's own stream for None, else the caller's, wrapped once."""
@@ -302,31 +308,13 @@ class HighSpeedSwap:
         """Take a closed sequence's slots and ids back, after all work and I/O on them."""
         self.prefetcher.plan(sequence.number, [])
         await sequence.quiet()
-        indices = sequence.ids & np.int64(0xFFFFFFFF)
-        await self.prefetcher.until(lambda: self.closed or self._is_quiet(indices))
-        with self.lock:
-            if self.closed:
-                return  # which gives everything back by itself
-            self.writes.forget(indices)
-            for pool in self._pools:
-                pool.tier.forget(indices)
-            self._store.ids.drop_reference(sequence.ids)
+        await self.retiring.settle()  # what the sequence let go before is back too, then
+
+        def free() -> None:
             sequence.free_slots()
             self._sequences.pop(sequence.number, None)
-        self.prefetcher.pump()
 
-    def _is_quiet(self, indices: NDArray[np.int64]) -> bool:
-        for pool in self._pools:
-            slots = pool.tier.slot_of[:, indices].ravel()
-            slots = slots[slots >= 0]
-            state = pool.tier.state[slots]
-            moving = (state == SlotState.READING) | (state == SlotState.WRITING)
-            if moving.any() or (pool.tier.leases[slots] > 0).any():
-                return False
-            dirty = slots[state == SlotState.DIRTY]
-            if len(dirty) and not self.writes.all_failed(pool, dirty):
-                return False
-        return True
+        await self.retiring.now(sequence.ids, free)
 
     def _start(self) -> None:
         """Bind to the running loop."""
@@ -335,6 +323,7 @@ class HighSpeedSwap:
         self.writes = WriteBehind(
             self._store, self.lock, self.counters, self.mailbox, self.prefetcher.pump_soon
         )
+        self.retiring = Retiring(self, self._store, self._pools)
 
     def _starved(self) -> HsswapError | None:
         return self.writes.starved(self._pools)

@@ -173,6 +173,19 @@ class BlockingSequence:
             )
         return result
 
+    def truncate(self, length: int, *, stream: object | None = None) -> None:
+        """Forget all but the first ``length`` tokens. See :meth:`hsswap.Sequence.truncate`."""
+        if not self._sequence.try_truncate(length, stream=stream):
+            self._loop.run(self._sequence.truncate(length, stream=stream))
+
+    def fork(self, *, stream: object | None = None) -> BlockingSequence:
+        """Another sequence with the same tokens. See :meth:`hsswap.Sequence.fork`."""
+        return BlockingSequence(self._sequence.fork(stream=stream), self._loop)
+
+    def reserve(self, tokens: int) -> None:
+        """Take ids and host slots ahead. See :meth:`hsswap.Sequence.reserve`."""
+        self._loop.run(self._sequence.reserve(tokens))
+
     def close(self) -> None:
         """Give back slots and ids. Twice is fine, and after the swap was closed."""
         with suppress(ClosedError):

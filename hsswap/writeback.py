@@ -139,7 +139,7 @@ class WriteBehind:
         for pool in pools:
             if (pool.tier.leases > 0).any():
                 return None
-            dirty += int((pool.tier.state == SlotState.DIRTY).sum())
+            dirty += int((pool.tier.state == SlotState.DIRTY).sum()) - pool.reserved_slots
         failed = sum(len(batch.slots) for batch, _ in self._failed)
         if self.pending or dirty > failed:
             return None

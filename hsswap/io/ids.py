@@ -142,6 +142,11 @@ class BlockIds:
         shared: NDArray[np.bool_] = (self._references[indices] > 1) | self._wanted[indices]
         return shared
 
+    def held_once(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these indices have exactly one holder."""
+        alone: NDArray[np.bool_] = self._references[indices] == 1
+        return alone
+
     def any_used(self, first: int, end: int) -> bool:
         """Whether any of these indices is given out or kept."""
         return bool(self._references[first:end].any() or self._kept_since[first:end].any())

@@ -226,7 +226,7 @@ class BlockStore(SeedIds):
         Arguments and reports as in :meth:`read`; the memory must not change until reported. A
         block whose write failed has no content until it is written again. Segment files are made
         on demand; OutOfSpace is the error of exactly the blocks that found no room. SharedBlock is
-        the error of blocks that several hold, or that have a prefix key.
+        the error of blocks with content that several hold, or that have a prefix key.
 
         ``lengths``: valid tokens of each block, all by default. ``codes_version``: of the codes in
         the blocks. Both are given back by :meth:`describe`, also by a later process.
@@ -237,7 +237,8 @@ class BlockStore(SeedIds):
         check_codes_version(codes_version)
         valid = check_lengths(lengths, len(indices), self.dims.block_size)
         call = call._replace(lengths=valid, codes_version=codes_version)
-        self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices))
+        written = self._contents.written[layer, indices] == self.ids.generations(indices)
+        self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices) & written)
 
     def describe(self, layer: int, indices: NDArray[np.int64]) -> StoredBlocks:
         """What is known of blocks of a layer, by index: of ids in use or kept."""

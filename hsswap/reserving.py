@@ -1,0 +1,66 @@
+"""Host slots that a sequence holds for blocks it is going to fill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hsswap.errors import OutOfSlots
+from hsswap.pools import GroupPool
+from hsswap.prefetch import Blocks
+from hsswap.tiers import I32
+
+if TYPE_CHECKING:
+    from hsswap.swap import HighSpeedSwap
+
+
+class Reservation:
+    """Dirty, unfilled host slots of one sequence, in each layer for the blocks it fills next.
+
+    Slots are held without anything on its way to free them, so all reservations of a group leave
+    two tiles of it alone: others can go on.
+    """
+
+    def __init__(self, swap: HighSpeedSwap, layers: int) -> None:
+        self._swap = swap
+        self._slots: list[I32] = [np.empty(0, np.int32)] * layers
+
+    def missing(self, layer: int, blocks: int) -> int:
+        """How many of the next ``blocks`` blocks to be filled have no slot yet."""
+        return max(0, blocks - len(self._slots[layer]))
+
+    def check(self, wanted: dict[GroupPool, int]) -> None:
+        """Raise OutOfSlots, with the number needed, when a group cannot spare that many more."""
+        for pool, count in wanted.items():
+            most = pool.tier.slot_count - 2 * self._swap.config.tile_blocks - pool.reserved_slots
+            if count > most:
+                raise OutOfSlots(
+                    f"{count} host slots are to be reserved and {max(0, most)} can be; raise "
+                    f"host_slots by {count - max(0, most)} or reserve for fewer tokens"
+                )
+
+    async def add(self, blocks: Blocks) -> None:
+        """Hold slots for blocks behind those held already. Raises what waiting for slots raises."""
+        step = self._swap.config.tile_blocks
+        for start in range(0, len(blocks.indices), step):
+            part = Blocks(blocks.pool, blocks.layer, blocks.indices[start : start + step])
+            slots = await self._swap.prefetcher.reserve(part)
+            with self._swap.lock:
+                self._slots[blocks.layer] = np.append(self._slots[blocks.layer], slots)
+                blocks.pool.reserved_slots += len(slots)
+
+    def take(self, layer: int, pool: GroupPool, count: int) -> I32:
+        """The slots of the next blocks to be filled, at most ``count``. Under the swap's lock."""
+        slots = self._slots[layer][:count]
+        self._slots[layer] = self._slots[layer][count:]
+        pool.reserved_slots -= len(slots)
+        return slots
+
+    def abandon(self) -> None:
+        """Give every slot back. Under the swap's lock."""
+        for layer, slots in enumerate(self._slots):
+            if len(slots):
+                pool = self._swap.pool_of(layer)
+                pool.tier.discard(self.take(layer, pool, len(slots)))
+        self._swap.mailbox.post(self._swap.prefetcher.pump_soon)

@@ -1,0 +1,186 @@
+"""A sequence made shorter, made two, or made ready for more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hsswap.arguments import checked_length
+from hsswap.driver.base import Stream
+from hsswap.errors import ArgumentError
+from hsswap.forking import Cut, enqueue_copy, enqueue_restore
+from hsswap.pools import GroupPool
+from hsswap.prefetch import Blocks
+from hsswap.retiring import Resident
+from hsswap.sequence_state import SequenceState
+from hsswap.tiers import I32
+
+if TYPE_CHECKING:
+    from hsswap.sequence import Sequence
+
+
+class Reshaping(SequenceState):
+    """The calls of :class:`hsswap.Sequence` that move its end, or share what it has."""
+
+    async def reserve(self, tokens: int) -> None:
+        """Take block ids and host slots for ``tokens`` more tokens in every layer.
+
+        Appends of so many rows then need nothing that others could hold: :meth:`try_append` takes
+        them. What is not used stays until :meth:`truncate` or :meth:`close`.
+
+        Raises OutOfBlocks, or OutOfSlots with the number needed: nothing was taken then.
+        """
+        with self._exclusive("reserve"):
+            config = self._swap.config
+            longest = config.capacity_blocks * config.dims.block_size
+            tokens = checked_length(tokens, longest)
+            blocks = config.dims.blocks_of(self.length + tokens)
+            await self._when_room(lambda: self._hold_ids(blocks))
+            wanted: list[Blocks] = []
+            of_pool: dict[GroupPool, int] = {}
+            for cache in self._layers:
+                first = cache.length // cache.pool.block_size
+                stop = (cache.length + tokens) // cache.pool.block_size
+                count = self._reservation.missing(cache.layer, stop - first)
+                indices = self._indices[stop - count : stop]
+                wanted.append(Blocks(cache.pool, cache.layer, indices))
+                of_pool[cache.pool] = of_pool.get(cache.pool, 0) + count
+            with self._swap.lock:
+                self._reservation.check(of_pool)
+            try:
+                for more in wanted:
+                    await self._reservation.add(more)
+            except BaseException:
+                with self._swap.lock:
+                    self._reservation.abandon()
+                raise
+
+    async def truncate(self, length: int, *, stream: object | None = None) -> None:
+        """Forget all but the first ``length`` tokens of every layer: rejected speculation.
+
+        What follows is as if the others had never been there, bit for bit. A block that is cut
+        inside comes back into its active slot, from disk if it has to. Layers that are shorter stay
+        as they are. Results handed out before stay valid. Ids, slots and reservations are given
+        back behind the work that uses them.
+
+        Raises ArgumentError for a length out of range. BlockIOError for a cut block that cannot be
+        read, and cancellation, leave some layers cut: only :meth:`truncate`, to the same length or
+        less, or :meth:`close` can follow.
+        """
+        with self._exclusive("truncate"):
+            raw_stream = self._swap.stream_of(stream)
+            cuts = self._cuts(length)
+            if not cuts:
+                return
+            restores = [cut.to_restore(self._indices) for cut in cuts]
+            self._swap.prefetcher.plan(self.number, [b for b in restores if b is not None])
+            with self._cutting(cuts, raw_stream) as freed:
+                for cut, blocks in zip(cuts, restores, strict=True):
+                    loaded = None
+                    if blocks is not None:
+                        loaded = (await self._swap.prefetcher.load(blocks)).slots
+                    with self._swap.lock:
+                        self._swap.check_open()
+                        freed.append(self._cut_layer(cut, loaded, raw_stream))
+
+    def try_truncate(self, length: int, *, stream: object | None = None) -> bool:
+        """Like :meth:`truncate`, from any thread, but False where a block must come from disk."""
+        with self._swap.lock, self._exclusive("truncate"):
+            raw_stream = self._swap.stream_of(stream)
+            cuts = self._cuts(length)
+            slots: list[I32 | None] = []
+            for cut in cuts:
+                blocks = cut.to_restore(self._indices)
+                slots.append(None if blocks is None else blocks.loaded())
+                if blocks is not None and slots[-1] is None:
+                    return False
+            self._swap.mailbox.post(lambda: self._plan([]))
+            with self._cutting(cuts, raw_stream) as freed:
+                for cut, held in zip(cuts, slots, strict=True):
+                    if held is not None:
+                        cut.cache.pool.tier.lease(held)
+                    freed.append(self._cut_layer(cut, held, raw_stream))
+            return True
+
+    def fork(self, *, stream: object | None = None) -> Sequence:
+        """Another sequence with the same tokens so far; both go on as they like.
+
+        Full blocks are shared, on disk and in the host tier; the block being filled is copied on
+        the device. Never waits; the work is enqueued on ``stream``, behind this sequence's.
+
+        Raises what :meth:`HighSpeedSwap.sequence` raises, and ArgumentError in the middle of a step
+        (when some layers have more full blocks than others): nothing was changed then. DeviceError
+        when a launch is refused.
+        """
+        swap = self._swap
+        with swap.lock, self._exclusive("fork"):
+            raw_stream = swap.stream_of(stream)
+            full = {cache.length // cache.pool.block_size for cache in self._layers}
+            if len(full) > 1:
+                raise ArgumentError(
+                    f"fork while layers have {min(full)} to {max(full)} full blocks; append to all"
+                )
+            fork = swap.sequence(top_k=self.top_k)
+            fork._set_ids(swap.share_ids(self.ids[: full.pop()]))
+            try:
+                with self._ordered(raw_stream):
+                    for source, target in zip(self._layers, fork._layers, strict=True):
+                        enqueue_copy(swap.device, raw_stream, source, target)
+            except BaseException as error:
+                fork._broken = error
+                swap.mailbox.post(lambda: swap.retiring.close_soon(fork))
+                raise
+            finally:
+                fork._last = self._last
+            return fork
+
+    def _cuts(self, length: object) -> list[Cut]:
+        longest = self.length if self._cut_to is None else self._cut_to
+        wanted = checked_length(length, longest)
+        return [Cut(cache, wanted) for cache in self._layers if cache.length > wanted]
+
+    @contextmanager
+    def _cutting(self, cuts: list[Cut], stream: Stream) -> Iterator[list[Resident]]:
+        """Layers are being cut; who adds what they leave to the list has it given back."""
+        freed: list[Resident] = []
+        if not cuts:
+            yield freed
+            return
+        length = cuts[0].length
+        lost = self._cut_to is not None or any(cut.lost_full for cut in cuts)
+        self._cut_to = length
+        try:
+            with self._ordered(stream):
+                yield freed
+            self._cut_to = None
+        finally:
+            if self._unrecorded is None:
+                self._let_go(length, freed, lost=lost and self._cut_to is None)
+
+    def _let_go(self, length: int, freed: list[Resident], *, lost: bool) -> None:
+        """Give device slots back, and with ``lost`` the ids of what changed."""
+        assert self._last is not None
+        with self._swap.lock:
+            if self._swap.closed:
+                return
+            keep = length // self._swap.config.dims.block_size if lost else len(self.ids)
+            if lost:
+                self._reservation.abandon()
+            dropped = self.ids[keep:]
+            self._set_ids(self.ids[:keep])
+            self._swap.retiring.later(dropped, freed, self._last[1])
+
+    def _cut_layer(self, cut: Cut, host_slots: I32 | None, stream: Stream) -> Resident:
+        """Cut one layer; ``host_slots`` ``[1]`` is leased and holds the block that is reopened."""
+        cache = cut.cache
+        if cut.lost_full and self._top_k_layers:
+            self._top_k_layers[cache.layer].reset()  # its units are by block number
+        if host_slots is not None:
+            try:
+                enqueue_restore(self._swap.device, stream, cache, host_slots)
+                self._swap.release_after(stream.record(), cache.pool, host_slots)
+            except BaseException as error:
+                self._broken = error
+                raise
+        return Resident(cache.pool, cache.group_layer, cut.apply())

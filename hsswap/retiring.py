@@ -1,0 +1,128 @@
+"""Giving ids and slots back, once no enqueued work and no I/O uses them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hsswap.driver.base import Event
+from hsswap.errors import DeviceError
+from hsswap.io.ids import INDEX_MASK
+from hsswap.io.store import BlockStore
+from hsswap.pools import GroupPool
+from hsswap.tiers import I32, I64, SlotState
+
+if TYPE_CHECKING:
+    from hsswap.sequence import Sequence
+    from hsswap.swap import HighSpeedSwap
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Device slots of one layer that a sequence no longer uses."""
+
+    pool: GroupPool
+    group_layer: int
+    slots: I32
+
+
+class Retiring:
+    """What sequences let go of. Runs on the loop; :meth:`later` may be called from any thread.
+
+    An id that others hold loses a reference at once. Of one that nobody else holds the host slots
+    are given up first, in every layer, which waits for reads, writes and leases.
+    """
+
+    def __init__(self, swap: HighSpeedSwap, store: BlockStore, pools: list[GroupPool]) -> None:
+        self._swap = swap
+        self._ids = store.ids
+        self._pools = pools
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pending = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is on its way back."""
+        return self._pending > 0
+
+    def later(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
+        """Give these back behind ``last_use``, without waiting for it. Under the swap's lock."""
+        self._pending += 1
+        self._swap.mailbox.post(lambda: self._begin(ids, slots, last_use))
+
+    async def now(self, ids: I64, free: Callable[[], None]) -> None:
+        """Wait until nothing uses the ids, drop them and call ``free()`` under the lock.
+
+        Device work must have ended. Once the swap is closed, which gives everything back by itself,
+        nothing is done.
+        """
+        swap = self._swap
+        await swap.prefetcher.until(lambda: swap.closed or self._is_quiet(ids))
+        with swap.lock:
+            if swap.closed:
+                return
+            indices = self._alone(ids)
+            swap.writes.forget(indices)
+            for pool in self._pools:
+                pool.tier.forget(indices)
+            self._ids.drop_reference(ids)
+            free()
+        swap.prefetcher.pump()
+
+    async def settle(self) -> None:
+        """Wait until what is on its way back now has arrived."""
+        await self._swap.prefetcher.until(lambda: self._swap.closed or not self._pending)
+
+    async def ended(self) -> None:
+        """Wait for the tasks of a swap that is being closed."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def close_soon(self, sequence: Sequence) -> None:
+        """Close a sequence that nobody will hold."""
+        self._keep(asyncio.get_running_loop().create_task(sequence.close()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
+        self._keep(asyncio.get_running_loop().create_task(self._retire(ids, slots, last_use)))
+
+    async def _retire(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
+        with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
+            await last_use.wait()
+
+        def free() -> None:
+            for unused in slots:
+                unused.pool.give_back_resident(unused.group_layer, unused.slots)
+
+        try:
+            await self.now(ids, free)
+        finally:
+            self._pending -= 1
+        self._swap.prefetcher.pump()  # tells who waits in settle()
+
+    def _alone(self, ids: I64) -> I64:
+        """The indices of those ids that nobody else holds."""
+        indices = ids & np.int64(INDEX_MASK)
+        return indices[self._ids.held_once(indices)]
+
+    def _is_quiet(self, ids: I64) -> bool:
+        indices = self._alone(ids)
+        for pool in self._pools:
+            slots = pool.tier.slot_of[:, indices].ravel()
+            slots = slots[slots >= 0]
+            state = pool.tier.state[slots]
+            moving = (state == SlotState.READING) | (state == SlotState.WRITING)
+            if moving.any() or (pool.tier.leases[slots] > 0).any():
+                return False
+            dirty = slots[state == SlotState.DIRTY]
+            if len(dirty) and not self._swap.writes.all_failed(pool, dirty):
+                return False
+        return True

@@ -1,0 +1,185 @@
+"""What every call of a sequence needs: its tables, who may call now, and the order of its work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.base import Event, Stream
+from hsswap.errors import ArgumentError, ClosedError, DeviceError, OutOfBlocks
+from hsswap.exact import LayerCache
+from hsswap.io.ids import INDEX_MASK
+from hsswap.prefetch import Blocks
+from hsswap.reserving import Reservation
+from hsswap.tiers import I64
+from hsswap.topk import TopK, TopKLayer
+
+if TYPE_CHECKING:
+    from hsswap.swap import HighSpeedSwap
+
+QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
+"""How often closing a sequence asks a full stream for room for an event: 10 seconds."""
+
+T = TypeVar("T")
+
+
+class SequenceState:
+    """Tables of a sequence and the guards around its calls; :class:`Sequence` has the calls."""
+
+    def __init__(self, swap: HighSpeedSwap, number: int, top_k: TopK | None) -> None:
+        self._swap = swap
+        self.number = number
+        self.top_k = top_k
+        self.ids: NDArray[np.int64] = np.empty(0, np.int64)
+        self._indices: NDArray[np.int64] = np.empty(0, np.int64)
+        self._layers = [
+            LayerCache(swap.pool_of(layer), layer, active)
+            for layer, active in enumerate(swap.take_active_slots())
+        ]
+        self._top_k_layers: list[TopKLayer] = []
+        self._last: tuple[Stream, Event] | None = None
+        self._busy = ""
+        self._broken: BaseException | None = None
+        self._unrecorded: Stream | None = None
+        self._closed = False
+        self._cut_to: int | None = None  # a truncate was interrupted at this length
+        self._reservation = Reservation(swap, len(self._layers))
+        if top_k is not None:
+            try:
+                self._make_caches(top_k)
+            except BaseException:
+                self.free_slots()
+                raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, by itself or with its swap."""
+        return self._closed or self._swap.closed
+
+    @property
+    def length(self) -> int:
+        """Tokens of the layer that is furthest."""
+        return max(cache.length for cache in self._layers)
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens appended to one layer."""
+        return self._cache(layer).length
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._busy)
+
+    async def quiet(self) -> None:
+        """Wait until no enqueued work uses the sequence's slots. For the swap."""
+        for _ in range(QUIET_ATTEMPTS):
+            if self._unrecorded is None:
+                break
+            try:  # What was enqueued last is behind the last event: the queue was full, perhaps.
+                self._last = (self._unrecorded, self._unrecorded.record())
+                self._unrecorded = None
+            except ClosedError:
+                self._unrecorded = None  # by its owner, who has waited for its work
+            except DeviceError:
+                await asyncio.sleep(QUIET_PAUSE_S)
+        if self._last is not None:
+            with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
+                await self._last[1].wait()
+
+    def free_slots(self) -> None:
+        """Give every device slot back. For the swap, under its lock, once nothing uses them."""
+        for cache in self._layers:
+            held = cache.device_slot[cache.device_slot >= 0]
+            resident = held[held != cache.active]
+            cache.pool.give_back(cache.group_layer, cache.active, resident)
+        for cache, layer in zip(self._layers, self._top_k_layers, strict=False):
+            cache.pool.slots.give_back(layer.close())
+        self._top_k_layers = []
+
+    def _make_caches(self, top_k: TopK) -> None:
+        for cache in self._layers:
+            pool = cache.pool
+            count = top_k.cache_blocks(pool.block_size)
+            slots = pool.slots.take(count, f"top-k with k={top_k.k} in layer {cache.layer}")
+            try:
+                layer = TopKLayer(
+                    self._swap.device, cache, top_k, slots, self._swap.config.capacity_blocks
+                )
+            except BaseException:
+                pool.slots.give_back(slots)
+                raise
+            self._top_k_layers.append(layer)
+
+    @contextmanager
+    def _exclusive(self, what: str) -> Iterator[None]:
+        with self._swap.lock:
+            if self.closed:
+                raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
+            if self._busy:
+                raise ArgumentError(
+                    f"{what} while {self._busy} of the same sequence is running; await it first"
+                )
+            if self._broken is not None:
+                raise DeviceError(
+                    f"an append of this sequence failed half-way ({self._broken}); close it"
+                ) from self._broken
+            if self._cut_to is not None and what != "truncate":
+                raise ArgumentError(
+                    f"{what} after a truncate to {self._cut_to} tokens was interrupted; call "
+                    "truncate again, or close"
+                )
+            self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = ""
+            if self._swap.closed:
+                self._swap.prefetcher.pump_soon()  # close() waits for calls to end
+
+    def _cache(self, layer: int) -> LayerCache:
+        if not isinstance(layer, int) or not 0 <= layer < len(self._layers):
+            raise ArgumentError(f"layer is {layer!r}; it must be 0 to {len(self._layers) - 1}")
+        return self._layers[layer]
+
+    def _hold_ids(self, needed: int) -> None:
+        """Have ids for the first ``needed`` blocks. Raises OutOfBlocks."""
+        if needed > len(self.ids):
+            with self._swap.lock:
+                more = self._swap.allocate_ids(needed - len(self.ids), self.ids)
+            self._set_ids(np.append(self.ids, more))
+
+    def _set_ids(self, ids: I64) -> None:
+        self.ids = ids
+        self._indices = ids & np.int64(INDEX_MASK)
+
+    @contextmanager
+    def _ordered(self, stream: Stream) -> Iterator[None]:
+        """Work of this sequence runs in call order, also when its calls change streams."""
+        if self._last is not None and self._last[0] is not stream:
+            stream.wait_for(self._last[1])
+        try:
+            yield
+        finally:
+            self._unrecorded = stream
+            self._last = (stream, stream.record())
+            self._unrecorded = None
+
+    async def _when_room(self, take: Callable[[], T]) -> T:
+        """``take()``; if ids are too few, once more when those on their way are back."""
+        try:
+            return take()
+        except OutOfBlocks:
+            if not self._swap.retiring.pending:
+                raise
+        await self._swap.retiring.settle()
+        return take()
+
+    def _plan(self, ahead: list[Blocks]) -> None:
+        """On the loop. A closed sequence plans no more: its ids may be another's by now."""
+        if not self._closed:
+            self._swap.prefetcher.plan(self.number, ahead)

@@ -1,0 +1,266 @@
+"""Truncate, fork and reserve: every branch answers, bit for bit, as one that has its rows alone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hsswap
+from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots, SwapConfig
+from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from tests.branches import TOP_K, Branch, alone, rows_of
+from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
+from tests.swap_watch import Linked, pools_of, turns, until, watched, within
+
+CASE = random_case(SMALL, 900, seed=21)
+OTHER = random_case(MIXED, 900, seed=22)
+MOST_BRANCHES = 4
+
+
+def config_of(case: Case, branches: int = MOST_BRANCHES, **more: int) -> SwapConfig:
+    return config_for(case, sequences=branches, capacity=branches * 1000, **more)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("append", "append", "truncate", "fork", "close", "check", "flush")),
+        st.integers(0, MOST_BRANCHES - 1),
+        st.integers(0, 400) | st.integers(0, 18),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+async def play(case: Case, steps: list[tuple[str, int, int]], *, linked: bool, extra: int) -> None:
+    """Run a script on a family of branches; every branch is checked at the end."""
+    config = config_of(case, extra_device=extra, extra_host=extra // 2)
+    random = np.random.default_rng(len(steps))
+    async with watched(config, device=Linked() if linked else None) as swap:
+        branches = [Branch(swap.sequence(), case)]
+        for what, which, size in steps:
+            branch = branches[which % len(branches)]
+            if what == "append" and 0 < size <= 900 - len(branch.rows):
+                await branch.append(random.integers(0, case.tokens, size).tolist())
+            elif what == "truncate":
+                await branch.truncate(max(0, len(branch.rows) - size), wait=size % 2 == 0)
+            elif what == "fork" and len(branches) < MOST_BRANCHES:
+                branches.append(branch.fork())
+            elif what == "close" and len(branches) > 1:
+                branches.remove(branch)
+                await branch.sequence.close()
+            elif what == "check":
+                await branch.check(1 + size % 30)
+            elif what == "flush":
+                await swap.flush()
+        for branch in branches:
+            await branch.check()
+
+
+@settings(max_examples=60)
+@given(steps=STEPS, linked=st.booleans(), mixed=st.booleans(), extra=st.sampled_from((0, 30, 600)))
+def test_any_family_of_branches(
+    steps: list[tuple[str, int, int]], linked: bool, mixed: bool, extra: int
+) -> None:
+    asyncio.run(play(OTHER if mixed else CASE, steps, linked=linked, extra=extra))
+
+
+@pytest.mark.parametrize("extra", [0, 400])
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 511, 512, 513, 527, 528, 529])
+async def test_rejected_speculation_leaves_no_trace(length: int, extra: int) -> None:
+    async with watched(config_of(CASE, extra_device=extra)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(530)])
+        await branch.truncate(length)
+        await branch.append([*range(600, 640)])
+        await branch.check(40)
+
+
+async def test_a_fork_outlives_its_parent_and_shares_its_blocks() -> None:
+    async with watched(config_of(CASE)) as swap:
+        parent = Branch(swap.sequence(), CASE)
+        await parent.append([*range(500)])
+        free = swap.statistics().free_blocks
+        fork = parent.fork()
+        assert swap.statistics().free_blocks == free
+        await fork.append([*range(700, 720)])
+        await parent.append([*range(800, 830)])
+        await parent.check()
+        await parent.sequence.close()
+        await fork.check()
+        written = swap.statistics().blocks_written
+        await swap.flush()
+        again = fork.fork()
+        await fork.sequence.close()
+        await again.check()
+        assert swap.statistics().blocks_written == written
+
+
+async def test_blocks_that_were_never_written_are_shared_too() -> None:
+    """A full disk: forks of dirty blocks answer, and are written once there is room."""
+    full = Fault(FaultKind.ERRNO, only="write", at=0, count=400, errno=errno.ENOSPC)
+    async with watched(config_of(CASE, extra_host=200), full) as swap:
+        parent = Branch(swap.sequence(), CASE)
+        await parent.append([*range(400)])
+        fork = parent.fork()
+        await parent.truncate(200)
+        await fork.check()
+        with pytest.raises(BlockIOError):
+            await swap.flush()
+        for _ in range(40):
+            try:
+                await swap.flush()
+            except BlockIOError:
+                continue
+            break
+        await fork.check()
+        await parent.check()
+
+
+async def test_top_k_branches_choose_from_their_own_blocks() -> None:
+    config = config_of(CASE, extra_device=4 * 3 * TOP_K.cache_blocks(16))
+    async with watched(config) as swap:
+        whole = Branch(swap.sequence(top_k=TOP_K), CASE)
+        await whole.append([*range(600)])
+        other = whole.fork()
+        answers = []
+        for branch in (whole, other):
+            await branch.append([*range(640, 641)])
+            await branch.sequence.attend(0, CASE.queries[0][640:641])
+            await branch.truncate(300)
+            await branch.append([*range(700, 800)])
+            result = await branch.sequence.attend(0, CASE.queries[0][799:800])
+            await result.done()
+            answers.append(np.asarray(result.out))
+        fresh = Branch(swap.sequence(top_k=TOP_K), CASE)
+        await fresh.append([*range(300), *range(700, 800)])
+        result = await fresh.sequence.attend(0, CASE.queries[0][799:800])
+        await result.done()
+        assert all((answer == np.asarray(result.out)).all() for answer in answers)
+
+
+async def test_an_interrupted_truncate_goes_on_or_is_closed() -> None:
+    never = Fault(FaultKind.ERRNO, only="read", at=0, count=3)
+    async with watched(config_of(CASE), never) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(500)])
+        await swap.flush()
+        with pytest.raises(BlockIOError):
+            await branch.sequence.truncate(300)
+        with pytest.raises(ArgumentError, match="truncate again"):
+            await branch.sequence.append(0, CASE.keys[0][:1], CASE.values[0][:1])
+        with pytest.raises(ArgumentError, match="from 0 to 300"):
+            await branch.sequence.truncate(301)
+        await branch.truncate(299)
+        await branch.append([*range(600, 700)])
+        await branch.check()
+
+
+async def test_a_cancelled_truncate_goes_on() -> None:
+    async with watched(config_of(CASE)) as swap:
+        for moment in range(6):
+            branch = Branch(swap.sequence(), CASE)
+            await branch.append([*range(500)])
+            await swap.flush()
+            call = asyncio.ensure_future(branch.sequence.truncate(300))
+            await turns(moment)
+            call.cancel()
+            await asyncio.wait([call])
+            await branch.truncate(min(300, branch.sequence.length))
+            await branch.append([*range(600, 650)])
+            await branch.check()
+            await branch.sequence.close()
+
+
+async def test_bad_lengths_and_forks_in_the_middle_of_a_step() -> None:
+    async with watched(config_of(CASE)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(40)])
+        for wrong in (-1, 41, True, 1.0, None):
+            with pytest.raises(ArgumentError, match="length is"):
+                await branch.sequence.truncate(wrong)  # type: ignore[arg-type]
+        await branch.sequence.append(0, CASE.keys[0][:20], CASE.values[0][:20])
+        used = swap.statistics().device_slots_used
+        with pytest.raises(ArgumentError, match="full blocks"):
+            branch.sequence.fork()
+        assert swap.statistics().device_slots_used == used
+        await branch.truncate(40)
+        for _ in range(MOST_BRANCHES - 1):
+            branch.fork()
+        with pytest.raises(OutOfSlots, match="max_sequences"):
+            branch.fork()
+        await branch.check()
+
+
+async def test_reserved_room_is_there_while_others_take_the_rest() -> None:
+    config = config_of(CASE, branches=2, extra_host=60)
+    async with watched(config) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(100)])
+        await branch.sequence.reserve(150)
+        other = Branch(swap.sequence(), CASE)
+        await other.append([*range(700)])
+        part = rows_of(CASE, [*range(200, 350)])
+        for layer in range(3):
+            for start in range(0, 150, 50):
+                rows = slice(start, start + 50)
+                keys, values = part.keys[layer][rows], part.values[layer][rows]
+                assert branch.sequence.try_append(layer, keys, values)
+        branch.rows += [*range(200, 350)]
+        await branch.check()
+        await other.check()
+        await branch.sequence.reserve(30)
+        await branch.truncate(90)
+        await branch.append([*range(90, 130)])
+        await branch.check()
+        await branch.sequence.reserve(90)
+    # watched() has seen that nothing of a reservation is left
+
+
+async def test_reservations_that_cannot_be_are_refused_with_the_number() -> None:
+    async with watched(config_of(CASE, branches=2)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(100)])
+        with pytest.raises(OutOfSlots, match="raise host_slots by 27"):
+            await branch.sequence.reserve(150)
+        with pytest.raises(OutOfBlocks):
+            await branch.sequence.reserve(1950)
+        await branch.append([*range(100, 130)])
+        await branch.check()
+        assert not any(pool.reserved_slots for pool in pools_of(swap))
+
+
+async def test_ids_on_their_way_back_are_waited_for() -> None:
+    """A store with room for one branch: what is cut away is taken again at once."""
+    config = replace(config_of(CASE, branches=1), capacity_tokens=512)
+    async with watched(config) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        for start in (0, 100, 300):
+            await branch.append([*range(start, start + 512 - len(branch.rows))])
+            await branch.check()
+            await branch.truncate(33)
+        await within(lambda: until(lambda: swap.statistics().free_blocks == 30))
+
+
+def test_blocking_callers_have_the_same_calls() -> None:
+    wanted = asyncio.run(alone(CASE, [*range(333), *range(500, 520)]))
+    with hsswap.blocking(config_of(CASE), io=MemoryIO()) as swap:
+        sequence = swap.sequence()
+        sequence.reserve(15)
+        for layer in range(3):
+            sequence.append(layer, CASE.keys[layer][:400], CASE.values[layer][:400])
+        fork = sequence.fork()
+        sequence.close()
+        fork.truncate(333)
+        for layer in range(3):
+            part = slice(500, 520)
+            fork.append(layer, CASE.keys[layer][part], CASE.values[layer][part])
+            result = fork.attend(layer, CASE.queries[layer][part])
+            result.synchronize()
+            assert (np.asarray(result.out) == wanted[layer][-20:]).all()
