@@ -59,6 +59,7 @@ async def play(case: Case, steps: list[tuple[str, int, int]], *, linked: bool, e
                 await branch.check(1 + size % 30)
             elif what == "flush":
                 await swap.flush()
+        await swap.flush()
         for branch in branches:
             await branch.check()
 
