@@ -23,8 +23,16 @@ OTHER = random_case(MIXED, 900, seed=22)
 MOST_BRANCHES = 4
 
 
-def config_of(case: Case, branches: int = MOST_BRANCHES, **more: int) -> SwapConfig:
-    return config_for(case, sequences=branches, capacity=branches * 1000, **more)
+def config_of(
+    case: Case, branches: int = MOST_BRANCHES, *, extra_device: int = 0, extra_host: int = 0
+) -> SwapConfig:
+    return config_for(
+        case,
+        sequences=branches,
+        capacity=branches * 1000,
+        extra_device=extra_device,
+        extra_host=extra_host,
+    )
 
 
 STEPS = st.lists(
@@ -101,6 +109,25 @@ async def test_a_fork_outlives_its_parent_and_shares_its_blocks() -> None:
         await fork.sequence.close()
         await again.check()
         assert swap.statistics().blocks_written == written
+
+
+@pytest.mark.parametrize("extra", [0, 300])
+async def test_a_fork_cut_inside_a_shared_block_writes_another(extra: int) -> None:
+    async with watched(config_of(CASE, extra_host=extra)) as swap:
+        parent = Branch(swap.sequence(), CASE)
+        await parent.append([*range(500)])
+        await swap.flush()
+        fork = parent.fork()
+        await fork.truncate(409)
+        await fork.append([*range(700, 740)])
+        await parent.truncate(405)
+        await parent.append([*range(800, 840)])
+        await swap.flush()
+        await parent.check()
+        await fork.check()
+        await parent.truncate(400)
+        await parent.check()
+        await fork.check()
 
 
 async def test_blocks_that_were_never_written_are_shared_too() -> None:
