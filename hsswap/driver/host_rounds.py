@@ -131,15 +131,17 @@ def assemble(work: AssembleWork, scratch: Scratch) -> None:
     """See :class:`AssembleWork`."""
     drafts, vtok, brk = work.drafts.array(), work.vtok.array(), work.brk.array()
     flags, pend = work.rules.flags.array(), work.pend.array()
-    rows = vtok.shape[1]
-    ends = work.pos_start.array().astype(np.int64) + rows
+    room = np.full(len(pend), vtok.shape[1] - 1)
+    if work.capacity is not None:
+        room = work.capacity.array().astype(np.int64) - work.pos_start.array()
+        room -= pend != NO_TOKEN
     for s, pending in enumerate(pend.tolist()):
         base = int(pending != NO_TOKEN)
         if base and pending >= work.rules.vocab_size:
             flags[s] |= np.uint32(RoundFlag.BAD_TOKEN)
-        if work.capacity is not None and ends[s] > work.capacity.array()[s]:
+        if room[s] < 0:
             flags[s] |= np.uint32(RoundFlag.CAPACITY)
-        taken = [] if flags[s] else _drafts_taken(work, s, base)
+        taken = [] if flags[s] else _drafts_taken(work, s, base, int(room[s]))
         vtok[s] = 0
         if base and pending < work.rules.vocab_size:
             vtok[s, 0] = pending
@@ -149,14 +151,14 @@ def assemble(work: AssembleWork, scratch: Scratch) -> None:
     drafts[:, 1::2] = 0
 
 
-def _drafts_taken(work: AssembleWork, s: int, base: int) -> list[int]:
+def _drafts_taken(work: AssembleWork, s: int, base: int, room: int) -> list[int]:
     """The drafts of one sequence that will be verified. Flags a bad one, at which they end."""
     tokens = work.drafts.array()[s, ::2].tolist()
     confident = work.drafts.array()[s, 1::2].view(np.float32) >= np.float32(work.p_min)
     table: U32 | None = None if work.token_map is None else work.token_map.array()
     depth = len(tokens) if work.depth is None else int(work.depth.array()[s, 0])
     taken: list[int] = []
-    for j, token in enumerate(tokens[:depth]):
+    for j, token in enumerate(tokens[: min(depth, room)]):
         may_stop = j > 0 or (work.p_min_first and base == 1)
         if token == NO_TOKEN or (work.p_min > 0 and may_stop and not confident[j]):
             break

@@ -38,7 +38,7 @@ class RoundFlag(IntFlag):
     OVERFLOW = 1  # the ring had no room for a token; the tokens before it were committed
     BAD_TOKEN = 2  # the model's next token is outside the vocabulary, or its logits are NaN
     STOPPED = 4  # the last committed token is a stop token
-    CAPACITY = 8  # the round's rows would have passed the sequence's capacity
+    CAPACITY = 8  # there was no room left for the pending token's row
     BAD_DRAFT = 16  # a draft is outside the vocabulary, or was not written
 
 
@@ -89,13 +89,17 @@ class AssembleWork:
     into it.
 
     ``vtok`` is the pending token, if any, then drafts in order, up to the first that is NO_TOKEN,
-    or beyond ``depth`` u32 ``[S, 1]`` (None: K), or, where ``p_min`` > 0, of a probability under
-    ``p_min`` (which draft 0 may have, unless ``p_min_first`` and there is a pending token); the
-    rest is token 0, a legal one. ``brk`` = [drafts taken, base].
+    or beyond ``depth`` u32 ``[S, 1]`` (None: K) or the sequence's room, or, where ``p_min`` > 0, of
+    a probability under ``p_min`` (which draft 0 may have, unless ``p_min_first`` and there is a
+    pending token); the rest is token 0, a legal one. ``brk`` = [drafts taken, base].
 
-    Flags: BAD_TOKEN for a pending token outside the vocabulary, CAPACITY where ``pos_start + K + 1
-    > capacity`` (both int32 ``[S]``; capacity None: no limit), BAD_DRAFT at a draft outside the
-    vocabulary or UNWRITTEN. A halted sequence gets ``brk`` = [0, base] and token 0 for every draft.
+    The room is ``capacity - pos_start - base`` drafts (both int32 ``[S]``; capacity None: no
+    limit), so that no round commits a row at ``capacity`` or behind it. Rows from ``base + drafts
+    taken`` on are filler: their positions may pass the capacity, nothing they lead to is used.
+
+    Flags: BAD_TOKEN for a pending token outside the vocabulary, CAPACITY for a room under 0,
+    BAD_DRAFT at a draft outside the vocabulary or UNWRITTEN. A halted sequence gets ``brk`` = [0,
+    base] and token 0 for every draft.
 
     Afterwards every slot of ``drafts`` is UNWRITTEN, with probability 0.
     """

@@ -41,11 +41,14 @@ class Sequence:
         """Make ``rows`` and ``used``."""
         if self.base and self.pend >= self.vocab:
             self.flags |= BAD_TOKEN
-        if capacity is not None and self.pos + self.k + 1 > capacity:
+        if capacity is not None and self.pos + self.base > capacity:
             self.flags |= CAPACITY
+        limits = [self.k, self.k if depth is None else depth]
+        if capacity is not None:
+            limits.append(capacity - self.pos - self.base)
         taken: list[int] = []
         halted = self.flags != 0
-        while not halted and len(taken) < min(self.k, self.k if depth is None else depth):
+        while not halted and len(taken) < min(limits):
             token, p = drafts[len(taken)]
             exempt = not taken and not (first and self.base)
             unsure = p_min > 0 and not p >= p_min

@@ -229,7 +229,7 @@ def check_random_round(rig: Rig, seed: int) -> None:
     sequences, drafts, preds, last = random_batch(rng)
     k = sequences[0].k
     p_min, first = float(rng.choice([0.0, 0.5])), bool(rng.integers(2))
-    capacity = rng.integers(k + 4, k + 30, len(sequences)).tolist()
+    capacity = [s.pos + int(rng.choice([-1, 0, 1, 2, k, k + 1, 99])) for s in sequences]
     depth = rng.integers(0, k + 2, (len(sequences), 1)) if rng.random() < 0.5 else None
     works = make(
         rig,
