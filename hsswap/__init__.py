@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hsswap.errors import (
         ArgumentError,
         BlockIOError,
+        CaptureError,
         ClosedError,
         ConfigError,
         CorruptBlock,
@@ -47,6 +48,7 @@ __all__ = [
     "BlockIOError",
     "BlockingSequence",
     "BlockingSwap",
+    "CaptureError",
     "ClosedError",
     "ConfigError",
     "CorruptBlock",
@@ -72,6 +74,7 @@ _HOME = {
     "ArgumentError": "errors",
     "AttendResult": "attending",
     "BlockIOError": "errors",
+    "CaptureError": "errors",
     "BlockingSequence": "sync",
     "BlockingSwap": "sync",
     "ClosedError": "errors",

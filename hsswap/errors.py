@@ -28,6 +28,10 @@ class DeviceError(HsswapError):
     """The device, its driver or its compiler cannot do what was asked."""
 
 
+class CaptureError(HsswapError):
+    """The call cannot be made while a stream's work is captured into a graph."""
+
+
 class BlockIOError(HsswapError):
     """Reading or writing failed for exactly the blocks named; the rest of the store goes on.
 

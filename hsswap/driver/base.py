@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -109,10 +110,54 @@ class Event(ABC):
         """
 
 
+class Graph(Closeable):
+    """Operations that were captured once and can be launched any number of times.
+
+    :meth:`Stream.capture` makes it. It holds the captured records, and so their tensors' owners;
+    what they read and write must stay allocated until the last launch has run.
+    """
+
+    @abstractmethod
+    def launch(self, stream: Stream) -> None:
+        """Enqueue all of it, in the captured order, on a stream of the device. Returns at once.
+
+        Launches of one graph run one after the other, whatever their streams. Raises CaptureError
+        before its ``with`` block has ended and while ``stream`` is being captured.
+        """
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+
+
 class Stream(Closeable):
     """A queue of work in order. ``handle`` is the raw stream handle, an int."""
 
     handle: int
+
+    @property
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph and does not run.
+
+        Also where a caller captures on the raw handle.
+        """
+
+    @abstractmethod
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Capture into a graph what is enqueued on this stream inside the ``with`` block.
+
+        Nothing runs. Tensors, and with them all that the device holds, are read and written at each
+        launch. Index arrays, and numbers of the records, are *baked*: every launch has those of the
+        capture. On a GPU tensors must be in memory that it can reach: an ordinary array is refused.
+        Inside the block :meth:`record`, :meth:`wait_for`, :meth:`synchronize`, a second
+        :meth:`capture` and the launch of a graph raise CaptureError.
+
+        The end of the block makes the graph ready to launch, which takes milliseconds for hundreds
+        of operations: on an event loop use a thread (``asyncio.to_thread``). An exception in the
+        block closes the graph.
+        """
 
     @abstractmethod
     def record(self) -> Event:
@@ -133,8 +178,8 @@ class Stream(Closeable):
 class Device(Closeable):
     """Memory, streams and operations of one device. Closing waits for its streams.
 
-    ``name`` is ``"host"`` or ``"cuda:N"``. ``live_count`` counts open buffers and streams, for
-    leak checks.
+    ``name`` is ``"host"`` or ``"cuda:N"``. ``live_count`` counts open buffers, streams and graphs,
+    for leak checks.
     """
 
     name: str
@@ -142,7 +187,7 @@ class Device(Closeable):
     @property
     @abstractmethod
     def live_count(self) -> int:
-        """Buffers and streams made here and not closed."""
+        """Buffers, streams and graphs made here and not closed."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Buffer:

@@ -96,9 +96,10 @@ class CudaDevice(Device):
 
     @property
     def live_count(self) -> int:
-        """Buffers and streams made here and not closed. Streams made from a handle do not count."""
+        """See :class:`Device`. Streams made from a handle do not count."""
         with self._lock:
-            return sum(s.is_owner for s in self._streams) + len(self._buffers)
+            streams = sum(s.is_owner for s in self._streams)
+            return streams + len(self._buffers) + len(self._shared.graphs)
 
     # --- memory and streams
 
@@ -221,13 +222,27 @@ class CudaDevice(Device):
         state = self._state_of(stream, name)
         work = check(work)
         with state.lock, self.context:
-            work = make_reachable(
-                self.context, work, lambda array: state.upload(array, False), outputs=outputs
-            )
-            try:
-                function(self, stream, work)
-            finally:
-                state.hold(work)
+            if not state.captures.look():
+                work = make_reachable(
+                    self.context, work, lambda array: state.upload(array, False), outputs=outputs
+                )
+                self._launch(state, function, stream, work)
+                return
+            with self.context.relaxed():
+                work = make_reachable(self.context, work, None, outputs=outputs)
+                self._launch(state, function, stream, work)
+
+    def _launch(
+        self,
+        state: StreamState,
+        function: Callable[[Launcher, Stream, W], None],
+        stream: Stream,
+        work: W,
+    ) -> None:
+        try:
+            function(self, stream, work)
+        finally:
+            state.hold(work)
 
     def _state_of(self, stream: Stream, name: str) -> StreamState:
         self._check_open()
@@ -297,6 +312,8 @@ class CudaDevice(Device):
                 return
             self._closed = True
             states, buffers = list(self._states.values()), list(self._buffers)
+        for graph in list(self._shared.graphs):
+            graph.close()
         for state in states:
             state.close()
         for buffer in buffers:

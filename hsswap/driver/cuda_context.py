@@ -7,7 +7,8 @@ is never reset, and what a thread has current is put back after every call.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -88,6 +89,22 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self.driver.cuCtxPopCurrent()
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let this thread allocate, load and ask events while some stream is being captured.
+
+        Without it a capture in another thread (torch.cuda.graph, in its default mode) makes such
+        calls fail here, and the capture with them. None of them is part of a capture.
+        """
+        driver = self.driver
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        what = f"{self.name}: cuThreadExchangeStreamCaptureMode"
+        before = checked(driver.cuThreadExchangeStreamCaptureMode(mode), what)
+        try:
+            yield
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
 
     def release(self) -> None:
         """Let go of the primary context. Nothing may be made in it afterwards; twice is fine."""

@@ -111,7 +111,7 @@ class CudaEvent(Event):
             raise CudaError(str(self._failure), self._failure.code) from self._failure
         if not self._done:
             raw = self.raw
-            with self.context:
+            with self.context, self.context.relaxed():
                 self._done = raw is None or raw.reached()
             if self._done:
                 self.raw = None
@@ -130,7 +130,7 @@ class CudaEvent(Event):
         """Block the calling thread until the point is reached; raises DeviceError on failure."""
         raw = self.raw
         if not self.is_done() and raw is not None:
-            with self.context:
+            with self.context, self.context.relaxed():
                 what = f"work on {self.context.name}"
                 checked(self.context.driver.cuEventSynchronize(raw.handle), what)
             self.is_done()

@@ -40,7 +40,7 @@ class DeviceBuffer(Buffer):
         self._context = context
         self._on_close = on_close
         driver = context.driver
-        with context:
+        with context, context.relaxed():
             what = f"{context.name}: cuMemAlloc of {nbytes} bytes"
             base = int(checked(driver.cuMemAlloc(nbytes + ALIGNMENT), what))
             self._base = base
@@ -63,7 +63,7 @@ class DeviceBuffer(Buffer):
             return
         self._on_close(self)
         # After a sticky error nothing can be freed, and the error was reported where it arose.
-        with suppress(CudaError), self._context:
+        with suppress(CudaError), self._context, self._context.relaxed():
             checked(self._context.driver.cuMemFree(base), f"{self._context.name}: cuMemFree")
 
     def __del__(self) -> None:
@@ -100,7 +100,7 @@ class MappedBuffer(Buffer):
         driver, name = self._context.driver, self._context.name
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         whole = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-        with self._context:
+        with self._context, self._context.relaxed():
             for start in range(0, whole, REGISTER_BYTES):
                 address, part = self.address + start, min(REGISTER_BYTES, whole - start)
                 what = f"{name}: pinning {part} bytes of host memory"
@@ -114,7 +114,7 @@ class MappedBuffer(Buffer):
                     )
 
     def _unregister(self) -> None:
-        with suppress(CudaError), self._context:
+        with suppress(CudaError), self._context, self._context.relaxed():
             for address in self._pieces:
                 checked(self._context.driver.cuMemHostUnregister(address), "cuMemHostUnregister")
         self._pieces.clear()

@@ -53,7 +53,8 @@ class Modules:
         with self._lock:
             found = self._functions.get(key)
             if found is None:
-                found = self._functions[key] = self._load(key)
+                with self._context.relaxed():
+                    found = self._functions[key] = self._load(key)
             return found
 
     def _load(self, key: Key) -> _Function:

@@ -31,14 +31,15 @@ ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "u32": 4}
 def make_reachable(
     context: Context,
     work: W,
-    upload: Callable[[NDArray[Any]], int],
+    upload: Callable[[NDArray[Any]], int] | None,
     *,
     outputs: tuple[str, ...] = (),
 ) -> W:
     """``work`` with its ordinary arrays replaced by uploaded copies.
 
     ``outputs``: names in ``INPUTS`` that this record writes. Raises ArgumentError for what the GPU
-    cannot reach, and for memory that is not aligned to its items. The context must be current.
+    cannot reach, and for memory that is not aligned to its items. ``upload`` None: nothing may be
+    copied, since a graph would read the copy at every launch. The context must be current.
     """
     changes: dict[str, Tensor] = {}
     for what, tensor in named_tensors(work):
@@ -53,7 +54,7 @@ def make_reachable(
         owner = root_owner(tensor)
         if type(owner) is MappedBuffer or _is_pinned(context, tensor):
             continue
-        if what not in INPUTS or what in outputs:
+        if what not in INPUTS or what in outputs or upload is None:
             raise ArgumentError(
                 f"{what} is in host memory that {context.name} cannot reach; use memory of the "
                 "GPU, or pinned memory (Device.allocate_host)"

@@ -11,21 +11,23 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.base import Event, Stream
+from hsswap.driver.base import Event, Graph, Stream
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import CudaEvent, EventPool, RawEvent, Waiter
+from hsswap.driver.cuda_graph import SPECIAL_HANDLES, Captures, CudaGraph
 from hsswap.driver.cuda_memory import DeviceBuffer, UploadRing, copy_to
-from hsswap.errors import ArgumentError, ClosedError
+from hsswap.errors import ArgumentError, CaptureError, ClosedError
 
 EPOCH_WORKS = 32
 """Operations. Events cost 1 us each; held longer, memory of finished work is given back late."""
@@ -42,8 +44,6 @@ WORKSPACE_BYTES = 1 << 20
 PARAM_BYTES = 4096
 """Most bytes of kernel parameters (CUDA C++ programming guide, sm_80)."""
 
-# The legacy default stream. 2 would be the calling thread's own, another one on every thread.
-SPECIAL_HANDLES = (0, 1)
 LOWEST_POINTER = 4096
 
 
@@ -54,6 +54,7 @@ class Shared:
     context: Context
     events: EventPool
     waiter: Waiter
+    graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class StreamState:
         self._epochs: deque[_Epoch] = deque()
         self._rings = [UploadRing(shared.context, RING_BYTES)]
         self._kept: dict[str, _Kept] = {}
+        self.captures = Captures(shared.context, handle)
         self._workspaces = [self._new_workspace(WORKSPACE_BYTES)]
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.wakes = checked(driver.cuStreamCreate(flags), f"{name}: cuStreamCreate")
@@ -101,28 +103,24 @@ class StreamState:
         return DeviceBuffer(self.shared.context, nbytes, lambda _: None)
 
     def hold(self, work: object) -> None:
-        """Keep ``work`` until all that is enqueued now has run."""
+        """Keep ``work`` until all that is enqueued now has run.
+
+        What a caller captures is his to keep; a graph of ours keeps its works.
+        """
+        if self.captures.memory is not None:
+            self.captures.hold(work)
+            return
         self._held.append(work)
         self._works += 1
-        if self._works >= EPOCH_WORKS and not self._is_capturing():
+        if self._works >= EPOCH_WORKS:
             self.mark()
 
-    def _is_capturing(self) -> bool:
-        """Whether a graph is being made of what is enqueued."""
-        driver, name = self.shared.context.driver, self.shared.context.name
-        status = checked(driver.cuStreamIsCapturing(self.handle), f"{name}: cuStreamIsCapturing")
-        return int(status) != 0
-
     def mark(self) -> RawEvent:
-        """Close the epoch; the event behind everything enqueued so far."""
+        """Close the epoch; the event behind everything enqueued so far. Not during a capture."""
         event = self.shared.events.take()
         context = self.shared.context
         status = context.driver.cuEventRecord(event.handle, self.handle)
         checked(status, f"{context.name}: cuEventRecord")
-        # No event may be asked during a capture. What a graph's kernels use is held until its
-        # stream marks again; to keep it as long as the graph is its owner's care.
-        if self._is_capturing():
-            return event
         if self._held or self._works:
             ring = self._rings[-1]
             self._epochs.append(_Epoch(event, ring, ring.head, self._held))
@@ -132,12 +130,17 @@ class StreamState:
 
     def reap(self) -> None:
         """Let go of what finished epochs held. Never waits; raises CudaError on failed work."""
-        while self._epochs and self._epochs[0].event.reached():
-            epoch = self._epochs.popleft()
-            epoch.ring.free_until(epoch.ring_head)
+        if not self._epochs:
+            return
+        with self.shared.context.relaxed():
+            while self._epochs and self._epochs[0].event.reached():
+                epoch = self._epochs.popleft()
+                epoch.ring.free_until(epoch.ring_head)
 
     def upload(self, array: NDArray[Any], direct: bool) -> int:
         """See ``Launcher.upload``."""
+        if self.captures.memory is not None:
+            return self.captures.memory.upload(array)
         nbytes = array.nbytes
         offset = self._fill(array)
         ring = self._rings[-1]
@@ -153,12 +156,12 @@ class StreamState:
 
     def keep(self, name: str, array: NDArray[Any]) -> int:
         """See ``Launcher.keep``. One that outgrows its memory blocks for an allocation."""
+        if self.captures.memory is not None:  # what is kept may be other bytes when the graph runs
+            return self.captures.memory.upload(array)
         content = array.tobytes()
         known = self._kept.get(name)
         if known is not None and known.content == content:
             return known.memory.address
-        if self._is_capturing():  # the copy would run with the graph, not now
-            return self.upload(array, False)
         context = self.shared.context
         if known is not None and known.memory.nbytes >= len(content):
             memory = known.memory
@@ -196,6 +199,8 @@ class StreamState:
 
     def workspace(self, nbytes: int) -> int:
         """See ``Launcher.workspace``. A larger one blocks for its allocation."""
+        if self.captures.memory is not None:
+            return self.captures.memory.workspace(nbytes)
         if self._workspaces[-1].nbytes < nbytes:
             # The old one may be in use; it goes with the stream, and sizes at least double.
             size = max(nbytes, 2 * self._workspaces[-1].nbytes)
@@ -206,8 +211,9 @@ class StreamState:
         """Block until what was enqueued through hsswap has run; raises CudaError."""
         context = self.shared.context
         with self.lock, context:
+            self.captures.refuse("it is waited for")
             event = self.mark()
-        with context:  # not under the lock: others may enqueue meanwhile
+        with context, context.relaxed():  # not under the lock: others may enqueue meanwhile
             status = context.driver.cuEventSynchronize(event.handle)
             checked(status, f"work on {context.name}")
         with self.lock, context:
@@ -220,11 +226,11 @@ class StreamState:
                 return
             self.closed = True
         driver = self.shared.context.driver
-        with suppress(CudaError):
+        with suppress(CudaError, CaptureError):
             if self.owned:
                 self.synchronize()
             elif self._epochs:  # the caller may have destroyed his stream; its events remain
-                with self.shared.context:
+                with self.shared.context, self.shared.context.relaxed():
                     driver.cuEventSynchronize(self._epochs[-1].event.handle)
         with suppress(CudaError), self.shared.context:
             driver.cuStreamSynchronize(self.wakes)
@@ -237,6 +243,7 @@ class StreamState:
             ring.close()
         for workspace in self._workspaces:
             workspace.close()
+        self.captures.close()
 
 
 class CudaStream(Stream):
@@ -260,12 +267,42 @@ class CudaStream(Stream):
         if self.closed:
             raise ClosedError(f"stream {self.handle} is closed; make a new one")
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued goes into a graph, ours or the caller's."""
+        self._check_open()
+        with self.state.shared.context:
+            return self.state.captures.is_capturing()
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Capture what is enqueued on this stream in the ``with`` block. Its end blocks."""
+        self._check_open()
+        state = self.state
+        graph = CudaGraph(state.shared)
+        try:
+            with state.lock, state.shared.context:
+                state.captures.begin(graph)
+            try:
+                yield graph
+            except BaseException:
+                with suppress(CudaError), state.lock, state.shared.context:
+                    state.shared.context.driver.cuGraphDestroy(state.captures.end())
+                raise
+            with state.lock, state.shared.context:
+                captured = state.captures.end()
+            graph.end(captured)
+        except BaseException:
+            graph.close()
+            raise
+
     def record(self) -> Event:
         """An event behind everything enqueued so far."""
         self._check_open()
         state = self.state
         shared = state.shared
         with state.lock, shared.context:
+            state.captures.refuse("events are recorded")
             event = state.mark()
         return CudaEvent(shared.context, event, shared.waiter, state.wakes)
 
@@ -281,6 +318,7 @@ class CudaStream(Stream):
         if raw is not None:
             context = self.state.shared.context
             with self.state.lock, context:
+                self.state.captures.refuse("it waits for events")
                 status = context.driver.cuStreamWaitEvent(self.handle, raw.handle, 0)
                 checked(status, f"{context.name}: cuStreamWaitEvent")
 
@@ -299,7 +337,8 @@ class CudaStream(Stream):
             self.state.close()
         elif not self.state.closed:
             with suppress(CudaError), self.state.lock, self.state.shared.context:
-                self.state.mark()
+                if not self.state.captures.is_capturing():
+                    self.state.mark()
 
     def __del__(self) -> None:
         if getattr(self, "is_owner", False) and not self._closed and not self.state.closed:

@@ -15,7 +15,7 @@ from hsswap.driver import checks, host_attention, host_finalize, host_ops, host_
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_rounds import HostRounds
-from hsswap.driver.host_stream import HostStream
+from hsswap.driver.host_stream import HostGraph, HostStream
 from hsswap.driver.operations import (
     AppendAtWork,
     AppendWork,
@@ -50,12 +50,13 @@ class HostDevice(Device):
         # Weak: what nobody holds any more warns by itself and is gone.
         self._streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+        self._graphs: weakref.WeakSet[HostGraph] = weakref.WeakSet()
 
     @property
     def live_count(self) -> int:
-        """Buffers and streams made here and not closed. Streams made from a handle do not count."""
+        """See :class:`Device`. Streams made from a handle do not count."""
         with self._lock:
-            return len(self._streams) + len(self._buffers)
+            return len(self._streams) + len(self._buffers) + len(self._graphs)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Zeroed, page-aligned memory. Raises DeviceError when there is none."""
@@ -74,7 +75,7 @@ class HostDevice(Device):
         with self._lock:
             self._check_open()
             if handle is None:
-                stream = HostStream(self._forget_stream)
+                stream = HostStream(self)
                 self._streams[stream.handle] = stream
                 return stream
             number = _handle_number(handle)
@@ -84,7 +85,7 @@ class HostDevice(Device):
                     f"stream handle {number} names no open stream of this device; hand in one that "
                     "stream() gave, or None for a new one"
                 )
-            return HostStream(self._forget_stream, owner)
+            return HostStream(self, owner)
 
     def span_tokens(self, length: int) -> int:
         """256 for every length."""
@@ -137,10 +138,13 @@ class HostDevice(Device):
         return HostRounds(self._enqueue)
 
     def close(self) -> None:
-        """Wait for the streams, then unmap every buffer. A second call does nothing."""
+        """Close graphs, wait for the streams, unmap every buffer. A second call does nothing."""
         with self._lock:
             self._closed = True
             streams, buffers = list(self._streams.values()), list(self._buffers.values())
+            graphs = list(self._graphs)
+        for graph in graphs:
+            graph.close()
         for stream in streams:
             stream.close()
         for buffer in buffers:
@@ -170,9 +174,20 @@ class HostDevice(Device):
         if self._closed:
             raise ClosedError("the host device is closed")
 
-    def _forget_stream(self, stream: HostStream) -> None:
+    def forget_stream(self, stream: HostStream) -> None:
+        """A stream was closed."""
         with self._lock:
             self._streams.pop(stream.handle, None)
+
+    def keep_graph(self, graph: HostGraph) -> None:
+        """A graph was made."""
+        with self._lock:
+            self._graphs.add(graph)
+
+    def forget_graph(self, graph: HostGraph) -> None:
+        """A graph was closed."""
+        with self._lock:
+            self._graphs.discard(graph)
 
     def _forget_buffer(self, buffer: HostBuffer) -> None:
         with self._lock:

@@ -12,18 +12,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from hsswap.driver.base import Event, Stream
+from hsswap.driver.base import Event, Graph, Stream
 from hsswap.driver.host_memory import Scratch
-from hsswap.errors import ArgumentError, ClosedError, DeviceError
+from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
 
 QUEUE_LIMIT = 16384
 """Operations. A token of a 30-layer model enqueues about 200: 80 tokens that nobody waited for."""
@@ -134,6 +134,68 @@ class _Run(Generic[W]):
             )
 
 
+class HostGraph(Graph):
+    """A list of operations, run one after the other. Made by :meth:`HostStream.capture`.
+
+    ``forget`` is called when it is closed. ``device`` is what its streams name as theirs.
+    """
+
+    def __init__(self, device: object, forget: Callable[[HostGraph], None]) -> None:
+        self._device = device
+        self._forget = forget
+        self._lock = threading.Lock()  # held by the stream that runs it
+        self._closed = False
+        self._ready = False
+        self._runs: list[_Run[Any]] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def add(self, run: _Run[Any]) -> None:
+        """One more operation."""
+        self._runs.append(run)
+
+    def end(self) -> None:
+        """All operations are there."""
+        self._ready = True
+
+    def launch(self, stream: Stream) -> None:
+        """Enqueue the list on a stream of the device it was captured on."""
+        if self._closed:
+            raise ClosedError("the graph is closed; capture a new one")
+        if not self._ready:
+            raise CaptureError("the graph is still being captured; leave its with block first")
+        if not isinstance(stream, HostStream) or stream.device is not self._device:
+            raise ArgumentError(f"{stream!r} is no stream of the graph's device")
+        stream.put(_Replay(tuple(self._runs), self._lock))
+
+    def close(self) -> None:
+        """Let go of the records; launches that are enqueued still run. Twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._runs = []
+            self._forget(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn("a graph was not closed", ResourceWarning, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A launch of a graph."""
+
+    runs: tuple[_Run[Any], ...]
+    lock: threading.Lock
+
+    def __call__(self, worker: _Worker) -> None:
+        with self.lock:
+            for run in self.runs:
+                run(worker)
+
+
 @dataclass(frozen=True, slots=True)
 class _Finish:
     """The place of an event."""
@@ -170,6 +232,7 @@ class _Worker:
         self.closed = False
         self.failure: Failure | None = None
         self.scratch = Scratch()
+        self.recording: HostGraph | None = None
         self._lock = threading.Lock()
         self._items: SimpleQueue[Callable[[_Worker], None] | None] = SimpleQueue()
         # A daemon: a stream that was never closed must not keep the interpreter from ending.
@@ -181,12 +244,29 @@ class _Worker:
         with self._lock:
             if self.closed:
                 raise ClosedError(f"{self.name} is closed; make a new stream")
+            if self.recording is not None:
+                if not isinstance(item, _Run):
+                    raise CaptureError(
+                        f"{self.name} is being captured into a graph; record events, wait and "
+                        "launch graphs outside of its with block"
+                    )
+                self.recording.add(item)
+                return
             if self._items.qsize() >= QUEUE_LIMIT:
                 raise DeviceError(
                     f"{self.name} has {QUEUE_LIMIT} operations waiting; wait for an event before "
                     "enqueuing more"
                 )
             self._items.put(item)
+
+    def record_into(self, graph: HostGraph | None) -> None:
+        """From now on, add operations to ``graph``, or with None run them again."""
+        with self._lock:
+            if graph is not None and self.recording is not None:
+                raise CaptureError(f"{self.name} is being captured already; end that one first")
+            if graph is not None and self.closed:
+                raise ClosedError(f"{self.name} is closed; make a new stream")
+            self.recording = graph
 
     def stop(self) -> None:
         """Let the thread end behind what is enqueued. Returns at once; twice is fine."""
@@ -208,16 +288,27 @@ class _Worker:
                 del item  # and with it the memory that its record holds, before the next wait
 
 
+class StreamKeeper(Protocol):
+    """The part of the host device that its streams and graphs use."""
+
+    def forget_stream(self, stream: HostStream) -> None:
+        """The stream was closed."""
+
+    def keep_graph(self, graph: HostGraph) -> None:
+        """The graph was made."""
+
+    def forget_graph(self, graph: HostGraph) -> None:
+        """The graph was closed."""
+
+
 class HostStream(Stream):
     """A stream of the host device; :meth:`HostDevice.stream` makes them.
 
     One made from a handle (``owner`` given) shares the owner's queue and leaves it open.
     """
 
-    def __init__(
-        self, on_close: Callable[[HostStream], None], owner: HostStream | None = None
-    ) -> None:
-        self._on_close = on_close
+    def __init__(self, keeper: StreamKeeper, owner: HostStream | None = None) -> None:
+        self.device = keeper
         self._owner = owner
         self._closed = False
         self._worker: _Worker = _Worker() if owner is None else owner._worker
@@ -230,19 +321,41 @@ class HostStream(Stream):
 
     def enqueue(self, name: str, function: Callable[[W, Scratch], None], work: W) -> None:
         """Run ``function(work, scratch)`` on the worker, in order. ``name`` is for errors."""
-        self._put(_Run(name, function, work))
+        self.put(_Run(name, function, work))
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued goes into a graph."""
+        return self._worker.recording is not None
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Add to a graph what is enqueued on this stream in the ``with`` block."""
+        self._check_open()
+        graph = HostGraph(self.device, self.device.forget_graph)
+        self.device.keep_graph(graph)
+        try:
+            self._worker.record_into(graph)
+            try:
+                yield graph
+            finally:
+                self._worker.record_into(None)
+        except BaseException:
+            graph.close()
+            raise
+        graph.end()
 
     def record(self) -> Event:
         """An event behind everything enqueued so far."""
         event = HostEvent()
-        self._put(_Finish(event))
+        self.put(_Finish(event))
         return event
 
     def wait_for(self, event: Event) -> None:
         """Let later work run only after ``event``, of whatever stream or device."""
         if not isinstance(event, Event):
             raise ArgumentError(f"event is a {type(event).__name__}; an Event is needed")
-        self._put(_WaitFor(event))
+        self.put(_WaitFor(event))
 
     def synchronize(self) -> None:
         """Block the calling thread until all work has run; raises DeviceError when some failed."""
@@ -257,12 +370,16 @@ class HostStream(Stream):
         self._worker.join()
         if not self._closed:
             self._closed = True
-            self._on_close(self)
+            self.device.forget_stream(self)
 
-    def _put(self, item: Callable[[_Worker], None]) -> None:
+    def put(self, item: Callable[[_Worker], None]) -> None:
+        """Run ``item`` on the worker, in order; what is no operation cannot be captured."""
+        self._check_open()
+        self._worker.put(item)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self._worker.name} is closed; make a new stream")
-        self._worker.put(item)
 
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.driver.cuda import CudaDevice
+from hsswap.driver.cuda_context import Context
+from hsswap.driver.cuda_events import EventPool, Waiter
+from hsswap.driver.cuda_stream import Shared, StreamState
 from hsswap.driver.host import HostDevice
+from tests.driver.fake_driver import OK, FakeContext
 from tests.driver.rig import Rig
 
 
@@ -52,3 +57,24 @@ def gpu(cuda: CudaDevice) -> Iterator[Rig]:
     """Memory and a stream of the GPU."""
     with Rig(cuda) as opened:
         yield opened
+
+
+@pytest.fixture
+def context() -> FakeContext:
+    """A context."""
+    return FakeContext()
+
+
+@pytest.fixture
+def state(context: FakeContext) -> Iterator[StreamState]:
+    """A stream's state; all memory must be given back."""
+    real = cast(Context, context)
+    shared = Shared(real, EventPool(real), Waiter(real))
+    made = StreamState(shared, 5000, owned=True)
+    yield made
+    context.driver.status = OK
+    made.close()
+    made.close()
+    shared.waiter.stop()
+    shared.events.close()
+    assert not context.driver._memory

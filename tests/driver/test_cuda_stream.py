@@ -4,137 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pytest
 
 from hsswap.driver.cuda_context import Context
-from hsswap.driver.cuda_events import CudaEvent, EventPool, Waiter
+from hsswap.driver.cuda_events import CudaEvent
 from hsswap.driver.cuda_reach import make_reachable
-from hsswap.driver.cuda_stream import (
-    DIRECT_BYTES,
-    EPOCH_WORKS,
-    RING_BYTES,
-    CudaStream,
-    Shared,
-    StreamState,
-)
+from hsswap.driver.cuda_stream import DIRECT_BYTES, EPOCH_WORKS, RING_BYTES, StreamState
 from hsswap.driver.operations import AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, ClosedError, DeviceError
+from tests.driver.fake_driver import (
+    ILLEGAL_ADDRESS,
+    NOT_READY,
+    OK,
+    FakeContext,
+    content,
+    stream_of,
+)
 
 WAIT_LIMIT_S = 30.0
-OK, NOT_READY, ILLEGAL_ADDRESS = 0, 600, 700
 
 
-class FakeDriver:
-    """Device memory is host memory; copies are made at once; events are what the test says."""
+@dataclass(frozen=True)
+class Holder:
+    """A record with an input that may be copied."""
 
-    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_BLOCKING_SYNC=1)
-    CUresult = SimpleNamespace(CUDA_ERROR_NOT_READY=NOT_READY)
-    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_POINTER=3)
-    CUlaunchConfig = SimpleNamespace
-    CUhostFn = staticmethod(lambda address: address)
-    CU_MEMHOSTREGISTER_PORTABLE = 1
-    CU_MEMHOSTREGISTER_DEVICEMAP = 2
-
-    def __init__(self) -> None:
-        self.status = OK
-        self.capturing = 0
-        self.copies = 0
-        self._memory: dict[int, Any] = {}
-        self._next = 100
-
-    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
-        """Zeroed host memory."""
-        array = np.zeros(nbytes, np.uint8)
-        self._memory[array.ctypes.data] = array
-        return OK, int(array.ctypes.data)
-
-    def cuMemFree(self, address: int) -> tuple[int]:
-        """Each once."""
-        del self._memory[address]
-        return (OK,)
-
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
-        """The same."""
-        return OK, address
-
-    def cuPointerGetAttribute(self, kind: int, address: int) -> tuple[int, int]:
-        """Nothing else is pinned."""
-        return 1, 0
-
-    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
-        """At once."""
-        self.copies += 1
-        ctypes.memmove(target, source, nbytes)
-        return (OK,)
-
-    def cuStreamIsCapturing(self, stream: int) -> tuple[int, int]:
-        """As the test says."""
-        return OK, self.capturing
-
-    def cuEventQuery(self, event: int) -> tuple[int]:
-        """As the test says."""
-        return (self.status,)
-
-    def cuEventCreate(self, flags: int) -> tuple[int, int]:
-        """A number."""
-        self._next += 1
-        return OK, self._next
-
-    cuStreamCreate = cuEventCreate
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("cu"):
-            return lambda *arguments: (OK,)
-        raise AttributeError(name)
-
-
-class FakeContext(nullcontext[None]):
-    """A context that is always current."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "cuda:fake"
-        self.driver = FakeDriver()
-        self.memory_stream = 1
-
-
-@pytest.fixture
-def context() -> FakeContext:
-    """A context."""
-    return FakeContext()
-
-
-@pytest.fixture
-def state(context: FakeContext) -> Iterator[StreamState]:
-    """A stream's state; all memory must be given back."""
-    real = cast(Context, context)
-    shared = Shared(real, EventPool(real), Waiter(real))
-    made = StreamState(shared, 5000, owned=True)
-    yield made
-    context.driver.status = OK
-    made.close()
-    made.close()
-    shared.waiter.stop()
-    shared.events.close()
-    assert not context.driver._memory
-
-
-def stream_of(state: StreamState) -> CudaStream:
-    """A stream that names the state."""
-    return CudaStream(state, lambda stream: None, owner=False)
-
-
-def content(address: int, array: np.ndarray[Any, Any]) -> bytes:
-    """What lies where an array was uploaded."""
-    return ctypes.string_at(address, array.nbytes)
+    scores: Tensor
 
 
 def test_work_is_held_until_its_epoch_is_over(context: FakeContext, state: StreamState) -> None:
@@ -149,15 +48,6 @@ def test_work_is_held_until_its_epoch_is_over(context: FakeContext, state: Strea
     context.driver.status = OK
     state.reap()
     assert not state._epochs
-
-
-def test_a_capture_ends_no_epoch(context: FakeContext, state: StreamState) -> None:
-    context.driver.capturing = 1
-    for number in range(2 * EPOCH_WORKS):
-        state.hold(number)
-    state.mark()
-    assert not state._epochs
-    assert len(state._held) == 2 * EPOCH_WORKS
 
 
 def test_uploads_are_copies_and_short_lists_are_read_in_place(
@@ -202,9 +92,6 @@ def test_kept_arrays_are_copied_when_they_change(context: FakeContext, state: St
     large = np.arange(5000, dtype=np.int32)
     assert content(state.keep("list", large), large) == large.tobytes()
     assert context.driver.copies == 4
-    context.driver.capturing = 1
-    assert content(state.keep("list", first), first) == first.tobytes()
-    context.driver.capturing = 0
     assert content(state.keep("list", large), large) == large.tobytes()
 
 
@@ -285,3 +172,8 @@ def test_what_a_gpu_cannot_reach(context: FakeContext, state: StreamState) -> No
         make_reachable(real, work, lambda array: state.upload(array, False))
     fine = FinalizeWork(carried, device((*rows, 8), "bf16", 2))
     assert make_reachable(real, fine, lambda array: 0) is fine
+    scores = tensor_of(np.zeros(4, np.float32), "f32", (4,), "scores")
+    copied = make_reachable(real, Holder(scores), lambda array: 4096)
+    assert copied.scores.address == 4096
+    with pytest.raises(ArgumentError, match="scores is in host memory"):
+        make_reachable(real, Holder(scores), None)
