@@ -13,9 +13,9 @@ from hsswap.driver.base import Device, Event, Stream
 from hsswap.driver.operations import AttendWork, AttentionState, GatherWork, host_unit
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import OutOfSlots
-from hsswap.pools import GroupPool
+from hsswap.pools import GroupPool, RingRegion
 from hsswap.prefetch import Blocks, Loaded
-from hsswap.tiers import I32, I64, Tile, tiles_of
+from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
 
 @dataclass(slots=True)
@@ -196,22 +196,27 @@ class ExactPass:
                 self._read(self._stream.record(), pool, loaded.slots)
             self.unread = None
         else:
-            region = pool.next_region(self._stream)
-            ring = pool.slots.units(region.slots[: len(missing)])
-            self._gather(loaded, ring)
-            region.last_read = self._stream.record()  # should the attend below be refused
-            self._read(region.last_read, pool, loaded.slots)
-            self.unread = None
-            units[:, missing] = ring
+            units[:, missing], region = self._gather(loaded)
             self._attend(tile, units, state)
             region.last_read = self._stream.record()
         self.next_tile += 1
 
-    def _gather(self, loaded: Loaded, units: I32) -> None:
-        pool = self._cache.pool
+    def _gather(self, loaded: Loaded) -> tuple[I32, RingRegion]:
+        """Bring a tile's missing units into the ring; the stream waits for them.
+
+        The copies wait for the ring's last reader, not for what the caller has enqueued before: so
+        they run beside it.
+        """
+        pool, copies = self._cache.pool, self._cache.pool.copies
+        assert copies is not None  # a device that does not read so many rows in place
+        if (pool.tier.state[loaded.slots] == SlotState.DIRTY).any():
+            # Perhaps being filled by an append that this stream has yet to run.
+            copies.wait_for(self._stream.record())
+        region = pool.next_region(copies)
+        units = pool.slots.units(region.slots[: len(loaded.slots)])
         heads, count = units.shape
         self._device.gather(
-            self._stream,
+            copies,
             GatherWork(
                 pool.blocks,
                 pool.units,
@@ -220,6 +225,12 @@ class ExactPass:
                 units.ravel(),
             ),
         )
+        gathered = copies.record()
+        region.last_read = gathered  # should the attend that follows be refused
+        self._read(gathered, pool, loaded.slots)
+        self.unread = None
+        self._stream.wait_for(gathered)
+        return units, region
 
     def _attend(self, tile: Tile, units: I32, state: AttentionState) -> None:
         pool = self._cache.pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +47,18 @@ class GroupPool:
         device_count = config.device_slots_of(index)
         host_count = config.host_slots_of(index)
         tile = config.tile_blocks
-        self.device_memory: Buffer = device.allocate(device_count * group.kv_heads * unit_bytes)
-        try:  # memory before tables: for sizes that are far too large the device has an error
-            self.host_memory: Buffer = device.allocate_host(host_count * self.block_bytes)
-        except BaseException:
-            self.device_memory.close()
-            raise
         regions = 0 if device.reads_in_place(ANY_ROWS) else RING_REGIONS
+        with ExitStack() as undo:
+            # Gathers into the ring run beside the caller's compute, in a stream of their own.
+            self.copies = undo.enter_context(device.stream()) if regions else None
+            # Memory before tables: for sizes that are far too large the device has an error.
+            self.device_memory: Buffer = undo.enter_context(
+                device.allocate(device_count * group.kv_heads * unit_bytes)
+            )
+            self.host_memory: Buffer = undo.enter_context(
+                device.allocate_host(host_count * self.block_bytes)
+            )
+            undo.pop_all()
         self.slots = DeviceSlots(device_count, regions * tile, group.kv_heads)
         # Slots that stay out of the cache, for scans to stream through: half of them up to eight
         # tiles, so that one layer can be read while the one before is attended.
@@ -127,6 +133,8 @@ class GroupPool:
 
     def close(self) -> None:
         """Free the memory; nothing may be in flight."""
+        if self.copies is not None:
+            self.copies.close()
         self.host_memory.close()
         self.device_memory.close()
 

@@ -329,6 +329,38 @@ async def test_a_ring_region_knows_of_a_gather_whose_attend_was_refused(
         assert [region.last_read is not None for region in swap.pool_of(0).ring] == [True, False]
 
 
+async def test_a_gather_waits_for_the_append_that_fills_its_host_slots(case: Case) -> None:
+    """Gathers run in a stream of their own, beside what the caller has enqueued."""
+    wanted = await run(case, config_for(case), [TOKENS])
+    async with watched(config_for(case, extra_host=50), device=Linked()) as swap:
+        stuck, sequence = Stuck(swap), swap.sequence()
+        await sequence.append(0, case.keys[0], case.values[0], stream=stuck.stream)
+        result = await within(lambda: sequence.attend(0, case.queries[0][-8:], stream=stuck.stream))
+        copies = swap.pool_of(0).copies
+        assert copies is not None
+        assert not copies.record().is_done()
+        stuck.go()
+        await result.done()
+        assert (np.asarray(result.out) == wanted[0][-8:]).all()
+        stuck.stream.close()
+
+
+async def test_a_gather_from_clean_slots_does_not_wait_for_the_caller(case: Case) -> None:
+    async with watched(config_for(case, extra_host=50), device=Linked()) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, case.keys[0][:500], case.values[0][:500])  # the ring's two tiles
+        await swap.flush()
+        stuck = Stuck(swap)
+        result = await within(lambda: sequence.attend(0, case.queries[0][:8], stream=stuck.stream))
+        copies = swap.pool_of(0).copies
+        assert copies is not None
+        await within(copies.record().wait)
+        assert not result.event.is_done()
+        stuck.go()
+        await result.done()
+        stuck.stream.close()
+
+
 @pytest.mark.parametrize("limit", range(3, 40, 3))
 async def test_a_full_queue_is_a_typed_error_and_leaves_nothing(
     case: Case, monkeypatch: pytest.MonkeyPatch, limit: int
