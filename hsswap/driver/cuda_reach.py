@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.checks import named_tensors, root_owner
+from hsswap.driver.check_parts import named_tensors, root_owner
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_memory import MappedBuffer
 from hsswap.driver.tensor import Tensor, contiguous_strides

@@ -13,6 +13,7 @@ from typing import TypeVar
 from hsswap.config import SPAN_TOKENS
 from hsswap.driver import checks, host_attention, host_finalize, host_ops, host_select
 from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_rounds import HostRounds
 from hsswap.driver.host_stream import HostGraph, HostStream
@@ -167,7 +168,7 @@ class HostDevice(Device):
                 raise ClosedError(f"{name}: the stream is closed; make a new one")
             raise ArgumentError(f"{name}: the stream is of another device")
         checked = check(work)
-        checks.refuse_gpu_memory(checked)
+        refuse_gpu_memory(checked)
         stream.enqueue(name, function, checked)
 
     def _check_open(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hsswap.driver.checks import root_owner
+from hsswap.driver.check_parts import root_owner
 from hsswap.driver.round_operations import (
     NO_TOKEN,
     AcceptWork,

@@ -1,0 +1,163 @@
+"""The parts that checks of arguments are made of.
+
+Each raises ArgumentError, or ClosedError for memory that was closed. The cost is some microseconds
+an array: no loop over elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver.operations import (
+    I32,
+    AttentionState,
+    BlockPool,
+    ProjectionCodes,
+    UnitCache,
+    UnitPool,
+)
+from hsswap.driver.round_operations import (
+    AcceptWork,
+    AdaptWork,
+    CommitWork,
+    RollbackWork,
+    RoundRules,
+    SeedWork,
+)
+from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.errors import ArgumentError, ClosedError
+
+FEW_INDICES = 64
+
+_RECORDS = (
+    *(UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache),
+    *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork),
+)
+
+
+def named_tensors(work: object) -> list[tuple[str, Tensor]]:
+    """Every tensor of a record, those of its pools and states too, with names for errors."""
+    found: list[tuple[str, Tensor]] = []
+    for name in work.__dataclass_fields__:  # type: ignore[attr-defined]
+        value = getattr(work, name)
+        kind = type(value)
+        if kind is Tensor:
+            found.append((name, value))
+        elif kind in _RECORDS:
+            found += [(f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value)]
+    return found
+
+
+def root_owner(tensor: Tensor) -> object:
+    """What owns the memory that a tensor, or the tensor it is a part of, was made over."""
+    owner = tensor.owner
+    while isinstance(owner, Tensor):
+        owner = owner.owner
+    return owner
+
+
+def refuse_gpu_memory(work: object) -> None:
+    """Raise ArgumentError where a record names memory that the host cannot reach."""
+    for what, tensor in named_tensors(work):
+        if tensor.on_device:
+            raise ArgumentError(f"{what} is in a GPU's memory; the host device cannot reach it")
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise ArgumentError with the message unless ok."""
+    if not ok:
+        raise ArgumentError(message)
+
+
+def check_tensor(
+    tensor: Tensor, dtype: str, shape: tuple[int, ...], what: str, *, written: bool = False
+) -> None:
+    """Check kind, shape and, if ``written``, that the memory may be written."""
+    check_memory(tensor, dtype, what)
+    if tensor.shape != shape:
+        raise ArgumentError(f"{what} has shape {tensor.shape}; {shape} is needed")
+    owner = tensor.owner
+    if written and isinstance(owner, np.ndarray) and not owner.flags.writeable:
+        raise ArgumentError(f"{what} is a read-only array; it is written to")
+
+
+def check_memory(tensor: Tensor, dtype: str, what: str) -> None:
+    """Check kind and dtype, and that a buffer under it is open."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"{what} is a {type(tensor).__name__}; a Tensor is needed")
+    if tensor.dtype != dtype:
+        raise ArgumentError(f"{what} has dtype {tensor.dtype}; {dtype} is needed")
+    # A closed Buffer, without an isinstance of its ABC, which takes longer than all the rest.
+    if getattr(root_owner(tensor), "closed", False) is True:
+        raise ClosedError(f"the buffer of {what} is closed")
+
+
+def shape_of_rank(tensor: Tensor, rank: int, what: str) -> tuple[int, ...]:
+    """The shape of what must be a tensor with so many axes."""
+    if not isinstance(tensor, Tensor) or len(tensor.shape) != rank:
+        raise ArgumentError(f"{what} must be a Tensor with {rank} axes")
+    return tensor.shape
+
+
+def checked_indices(
+    given: NDArray[Any], shape: tuple[int, ...], below: int, what: str, *, lowest: int = 0
+) -> I32:
+    """A copy of an int32 index array with every entry from ``lowest`` to ``below - 1``."""
+    if not isinstance(given, np.ndarray) or given.dtype != np.int32:
+        raise ArgumentError(f"{what} must be an int32 NumPy array")
+    if given.shape != shape:
+        raise ArgumentError(f"{what} has shape {given.shape}; {shape} is needed")
+    if given.size <= FEW_INDICES:  # a call of NumPy costs as much as 50 numbers in Python
+        numbers = given.ravel().tolist()
+        if not numbers or (min(numbers) >= lowest and max(numbers) < below):
+            return given.copy()
+    # As unsigned numbers negative ones are the largest: one pass instead of two.
+    elif lowest == 0 and int(given.view(np.uint32).max()) < below:
+        return given.copy()
+    if int(given.min()) < lowest or int(given.max()) >= below:
+        raise ArgumentError(
+            f"{what} holds {given.min()} to {given.max()}; {lowest} to {below - 1} is possible"
+        )
+    return given.copy()
+
+
+def check_pool(pool: UnitPool | BlockPool, what: str) -> int:
+    """Check a pool; the number of its slots."""
+    slots, _ = shape_of_rank(pool.memory, 2, f"{what}.memory")
+    nbytes = pool.unit_bytes if isinstance(pool, UnitPool) else pool.block_bytes
+    check_tensor(pool.memory, "u8", (slots, nbytes), f"{what}.memory", written=True)
+    require(
+        pool.memory.strides == contiguous_strides((slots, nbytes), 1)
+        and pool.memory.address % 2 == 0,
+        f"{what}.memory must be contiguous, at an even address",
+    )
+    return slots
+
+
+def require_same_layout(units: UnitPool, blocks: BlockPool) -> None:
+    """Raise ArgumentError unless two pools hold the same kind of units."""
+    require(
+        units.block_size == blocks.block_size and units.group == blocks.group,
+        "units and blocks must have the same layer group and block size",
+    )
+
+
+def held_counters(tensor: Tensor, sequences: int, what: str) -> None:
+    """Check a counter a sequence that the device holds."""
+    require(tensor.dtype in ("i32", "i64"), f"{what} has dtype {tensor.dtype}; i32 or i64")
+    check_tensor(tensor, tensor.dtype, (sequences,), what)
+
+
+def held_table(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
+    """Check a table that the device holds: ``[..., H, B]``, one stride for all lists."""
+    check_tensor(tensor, "i32", shape, what)
+    *outer, last = tensor.strides
+    require(shape[-1] <= 1 or last == 4, f"{what} must be contiguous along its last axis")
+    if len(shape) == 3 and shape[0] > 1:
+        require(
+            outer[0] == shape[1] * outer[1],
+            f"{what} has strides {tensor.strides}; sequences must be {shape[1]} lists apart",
+        )
