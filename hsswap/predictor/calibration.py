@@ -1,0 +1,81 @@
+"""From samples of a prompt's keys and queries to the codecs of all layers and KV heads.
+
+Pure: no device, no I/O. :func:`calibrate` is the whole of it; the parts are in ``basis`` (moments,
+directions), ``bits`` (who gets how many) and ``quantiser`` (ranges).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.codec import HeadCodec
+from hsswap.predictor.basis import basis_of, rotated_samples, second_moments
+from hsswap.predictor.bits import allocate_bits
+from hsswap.predictor.quantiser import codec_of
+from hsswap.rope import F64, Rope
+
+CALIBRATION_TOKENS = 1024
+"""Tokens of a prompt that make the basis. Another text of 8,192 tokens was no better."""
+
+SINK_TOKENS = 16
+"""The first tokens, left out: their keys are outliers, and their block is always attended."""
+
+QUERY_STEP = 4
+"""Queries of every fourth token give the same recall as all (0.783 and 0.782 on a small Llama)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSamples:
+    """What one KV head has shown: ``keys`` ``[T, dk]`` at ``positions`` ``[T]``, its group's
+    ``queries`` ``[N, G, dk]`` at ``query_positions`` ``[N]`` or None, all as they go into
+    attention. ``value_dim`` counts for the budget alone.
+    """
+
+    keys: F64
+    positions: NDArray[np.int64]
+    queries: F64 | None
+    query_positions: NDArray[np.int64] | None
+    rope: Rope | None
+    logit_scale: float
+    value_dim: int
+
+
+def planes_of(heads: Sequence[HeadSamples], metadata_ratio: float) -> int:
+    """Planes of 16 bits a token that the budget gives to all heads, one each at least.
+
+    ``metadata_ratio``: bytes of codes to bytes of K and V (two bytes an element, as a plane).
+    """
+    elements = sum(head.keys.shape[-1] + head.value_dim for head in heads)
+    return max(len(heads), int(metadata_ratio * elements))
+
+
+def calibrate(
+    heads: Sequence[HeadSamples], metadata_ratio: float, context_tokens: int, seed: int = 0
+) -> list[HeadCodec]:
+    """The codecs of all ``heads`` (every layer's KV heads, in any fixed order), by one threshold.
+
+    ``context_tokens``: positions the model will be used at, over which samples are spread. The same
+    input gives the same codecs. Raises ArgumentError for a head with fewer than 2 keys.
+    """
+    bases = [
+        basis_of(
+            second_moments(
+                head.keys, head.queries, head.positions, head.rope, context_tokens, seed + number,
+                head.query_positions,
+            ),
+            head.logit_scale,
+        )
+        for number, head in enumerate(heads)
+    ]  # fmt: skip
+    bits = allocate_bits([basis.variance for basis in bases], planes_of(heads, metadata_ratio))
+    codecs = []
+    for number, (head, basis, own) in enumerate(zip(heads, bases, bits, strict=True)):
+        # Other turns than those of the moments: ranges must hold for keys not seen.
+        random = np.random.Generator(np.random.PCG64((seed + number, 1)))
+        spread = rotated_samples(head.keys, head.positions, head.rope, 0, context_tokens, random)
+        codecs.append(codec_of(basis, own, spread, head.logit_scale))
+    return codecs
