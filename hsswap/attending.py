@@ -25,7 +25,7 @@ from hsswap.tiers import I64
 from hsswap.topk import TopKLayer
 
 if TYPE_CHECKING:
-    from hsswap.swap import HighSpeedSwap
+    from hsswap.swap_state import SwapState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Query:
     stream: Stream
 
 
-async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
+async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
     """Attend every block; each tile is launched as soon as its blocks are in memory."""
     launched: deque[Event] = deque()
     work = _exact_pass(swap, query)
@@ -98,7 +98,7 @@ async def attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult:
                 launched.append(query.stream.record())
 
 
-def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
+def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
     """Attend every block if the host tier has all that is missing; under the swap's lock."""
     work = _exact_pass(swap, query)
     if work.tile_count > swap.max_tiles_ahead or not work.all_in_host_tier():
@@ -114,7 +114,7 @@ def try_attend_exact(swap: HighSpeedSwap, query: Query) -> AttendResult | None:
         return _finish(swap, query, work, state)
 
 
-async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> AttendResult:
+async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> AttendResult:
     """Attend what the predictor chooses; blocks that are only on disk are waited for."""
     cache, device, stream = query.cache, swap.device, query.stream
     predictor = swap.predictor_of(cache.layer)
@@ -167,7 +167,7 @@ async def attend_top_k(swap: HighSpeedSwap, query: Query, layer: TopKLayer) -> A
         return AttendResult(query.out_object, stream.record(), left_out, chosen)
 
 
-def _exact_pass(swap: HighSpeedSwap, query: Query) -> ExactPass:
+def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
     return ExactPass(
         swap.device,
         query.stream,
@@ -180,7 +180,7 @@ def _exact_pass(swap: HighSpeedSwap, query: Query) -> ExactPass:
 
 
 @contextmanager
-def _state(swap: HighSpeedSwap, query: Query, work: ExactPass) -> Iterator[AttentionState]:
+def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[AttentionState]:
     """Carried state for one exact attend, in memory that returns after its last launch."""
     group, rows = query.cache.pool.group, query.queries.shape[0]
     with swap.scratch(state_bytes(group, rows), query.stream) as buffer:
@@ -191,9 +191,7 @@ def _state(swap: HighSpeedSwap, query: Query, work: ExactPass) -> Iterator[Atten
                 swap.release_now(query.cache.pool, work.unread)
 
 
-def _finish(
-    swap: HighSpeedSwap, query: Query, work: ExactPass, state: AttentionState
-) -> AttendResult:
+def _finish(swap: SwapState, query: Query, work: ExactPass, state: AttentionState) -> AttendResult:
     swap.device.finalize(query.stream, FinalizeWork(state, query.out.as_batch()))
     swap.counters.attends += 1
     swap.counters.device_hits += work.device_hits

@@ -9,14 +9,14 @@ a *unit* is one KV head's part of a block. Bytes of a block::
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 
-from hsswap.errors import ConfigError
+from hsswap.validation import integer as _integer
+from hsswap.validation import require as _require
+from hsswap.validation import require_finite as _require_finite
+from hsswap.validation import require_integers as _require_integers
 
 DISK_ALIGNMENT = 4096
 """Bytes. Block sizes, file offsets and host slots are multiples of it (direct I/O)."""
@@ -27,34 +27,6 @@ SPAN_TOKENS = 256
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 BF16_BYTES = 2
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-def _require_integers(record: object, names: tuple[str, ...]) -> None:
-    """Make plain ints of fields that must be whole numbers (NumPy's are taken)."""
-    for name in names:
-        object.__setattr__(record, name, _integer(getattr(record, name), name))
-
-
-def _integer(value: object, name: str) -> int:
-    try:
-        whole = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        whole = None
-    if whole is None or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; give a whole number")
-    return whole
-
-
-def _require_finite(record: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(record, name)
-        finite = isinstance(value, Real) and math.isfinite(value)
-        _require(value is None or finite, f"{name} is {value!r}; give a finite number")
 
 
 @dataclass(frozen=True)
@@ -226,7 +198,11 @@ class SwapConfig:
     ``device``: ``"host"`` or ``"cuda:N"``. ``io``: ``"auto"``, ``"posix"`` or ``"memory"``.
     ``io_threads``: threads of the posix backend. ``tile_tokens``: tokens that exact attention
     brings in at a time, a multiple of 256. ``look_ahead``: read the next layer while this one is
-    attended. ``predictor``: what top-k mode ranks blocks with, in device memory beside the slots;
+    attended. ``persist``: the store in ``directory`` outlives the swap, and what a sequence has
+    committed is found again by :meth:`~hsswap.HighSpeedSwap.open_prefix`; it is opened with the
+    same ``dims``, ``capacity_tokens`` and ``fingerprint``, which names the model and its weights.
+    ``disk_bytes``: what its files may take in all (None: what the capacity needs). ``predictor``:
+    what top-k mode ranks blocks with, in device memory beside the slots;
     None: exact mode only.
     """
 
@@ -242,6 +218,9 @@ class SwapConfig:
     tile_tokens: int = 4 * SPAN_TOKENS
     look_ahead: bool = True
     predictor: PredictorConfig | None = None
+    persist: bool = False
+    fingerprint: str = ""
+    disk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         known = isinstance(self.dims, ModelDims)
@@ -249,9 +228,16 @@ class SwapConfig:
         known = self.predictor is None or isinstance(self.predictor, PredictorConfig)
         kind = type(self.predictor).__name__
         _require(known, f"predictor is a {kind}; give a PredictorConfig or None")
-        for name in ("device", "io"):
+        for name in ("device", "io", "fingerprint"):
             value = getattr(self, name)
             _require(isinstance(value, str), f"{name} is {value!r}; give a name")
+        if self.disk_bytes is not None:
+            _require_integers(self, ("disk_bytes",))
+            _require(self.disk_bytes > 0, f"disk_bytes is {self.disk_bytes}; give 1 or more")
+        _require(
+            not self.persist or self.directory is not None or self.io == "memory",
+            "persist needs a directory that stays; give SwapConfig(directory=...)",
+        )
         _require_integers(self, tuple(f.name for f in fields(self) if f.type == "int"))
         _require(
             self.capacity_tokens >= 1,

@@ -12,7 +12,7 @@ from hsswap.prefetch import Blocks
 from hsswap.tiers import I32
 
 if TYPE_CHECKING:
-    from hsswap.swap import HighSpeedSwap
+    from hsswap.swap_state import SwapState
 
 
 class Reservation:
@@ -22,7 +22,7 @@ class Reservation:
     two tiles of it alone: others can go on.
     """
 
-    def __init__(self, swap: HighSpeedSwap, layers: int) -> None:
+    def __init__(self, swap: SwapState, layers: int) -> None:
         self._swap = swap
         self._slots: list[I32] = [np.empty(0, np.int32)] * layers
 

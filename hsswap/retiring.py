@@ -19,7 +19,7 @@ from hsswap.tiers import I32, I64, SlotState
 
 if TYPE_CHECKING:
     from hsswap.sequence import Sequence
-    from hsswap.swap import HighSpeedSwap
+    from hsswap.swap_state import SwapState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Retiring:
     are given up first, in every layer, which waits for reads, writes and leases.
     """
 
-    def __init__(self, swap: HighSpeedSwap, store: BlockStore, pools: list[GroupPool]) -> None:
+    def __init__(self, swap: SwapState, store: BlockStore, pools: list[GroupPool]) -> None:
         self._swap = swap
         self._ids = store.ids
         self._pools = pools

@@ -15,12 +15,12 @@ from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError
 from hsswap.exact import blocks_ahead
 from hsswap.prefetch import Blocks
-from hsswap.reshaping import Reshaping
+from hsswap.reusing import Reusing
 from hsswap.tiers import I32, SlotState
 from hsswap.writeback import Batch
 
 
-class Sequence(Reshaping):
+class Sequence(Reusing):
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
 
     Calls of one sequence must not overlap (ArgumentError); different sequences are independent.
@@ -128,7 +128,7 @@ class Sequence(Reshaping):
         """Like :meth:`attend`, from any thread, without ever waiting.
 
         None when blocks must come from disk, or when top-k must see which, or when the launches
-        would be more than :attr:`~hsswap.swap.MAX_TILES_AHEAD`, or when host slots are needed that
+        would be more than :attr:`~hsswap.swap_state.MAX_TILES_AHEAD`, or when host slots are needed that
         others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):

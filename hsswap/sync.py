@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import uvloop
+from numpy.typing import ArrayLike
 
 from hsswap.attending import AttendResult
 from hsswap.config import SwapConfig
@@ -182,6 +183,10 @@ class BlockingSequence:
         """Another sequence with the same tokens. See :meth:`hsswap.Sequence.fork`."""
         return BlockingSequence(self._sequence.fork(stream=stream), self._loop)
 
+    def commit(self, tokens: ArrayLike) -> int:
+        """Store the first blocks under these tokens. See :meth:`hsswap.Sequence.commit`."""
+        return self._loop.run(self._sequence.commit(tokens))
+
     def reserve(self, tokens: int) -> None:
         """Take ids and host slots ahead. See :meth:`hsswap.Sequence.reserve`."""
         self._loop.run(self._sequence.reserve(tokens))
@@ -219,6 +224,11 @@ class BlockingSwap:
     def sequence(self, *, top_k: TopK | None = None) -> BlockingSequence:
         """A new, empty sequence. See :meth:`hsswap.HighSpeedSwap.sequence`."""
         return BlockingSequence(self._swap.sequence(top_k=top_k), self._loop)
+
+    def open_prefix(self, tokens: ArrayLike, *, top_k: TopK | None = None) -> BlockingSequence:
+        """A sequence that holds a stored prefix. See :meth:`hsswap.HighSpeedSwap.open_prefix`."""
+        opened = self._loop.run(self._swap.open_prefix(tokens, top_k=top_k))
+        return BlockingSequence(opened, self._loop)
 
     def flush(self) -> None:
         """Wait until every full block appended so far is on disk."""

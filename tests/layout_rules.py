@@ -18,7 +18,7 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 
 # A room may import the rooms in its row, never another. Rows from the bottom to the top; "" is
 # `hsswap` itself, the public API, which only rooms above the API may import.
-PLAIN = ("bf16", "checksum", "codec", "config", "errors", "metrics", "rope")
+PLAIN = ("bf16", "checksum", "codec", "config", "errors", "metrics", "rope", "validation")
 CONTRACTS = ("driver.base", "driver.operations", "driver.tensor")
 DECIDING = ("predictor", "tiers")
 WAITING = ("loop", "pools", "prefetch")
@@ -35,7 +35,9 @@ API = (
     "reserving",
     "reshaping",
     "retiring",
+    "reusing",
     "sequence_state",
+    "swap_state",
     "topk",
     "writeback",
 )

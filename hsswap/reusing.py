@@ -1,0 +1,74 @@
+"""Prefixes: blocks that outlive their sequence, found again by the tokens that led to them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hsswap.errors import ArgumentError
+from hsswap.exact import LayerCache
+from hsswap.prefetch import Blocks
+from hsswap.reshaping import Reshaping
+from hsswap.tiers import I64
+
+
+class Reusing(Reshaping):
+    """The calls of :class:`hsswap.Sequence` on prefixes."""
+
+    async def commit(self, tokens: ArrayLike) -> int:
+        """Store the first blocks under these tokens, for :meth:`HighSpeedSwap.open_prefix`.
+
+        ``tokens`` ``[n]``, whole numbers: what the first n tokens of every layer are; the full
+        blocks among them are stored. They stay when the sequence is closed, until room is needed,
+        and with ``SwapConfig(persist=True)`` they are there after a loss of power once this
+        returned. Returns how many of the tokens are in full blocks.
+
+        Raises ArgumentError for other tokens than that, or more than a layer has; BlockIOError when
+        a block cannot be written.
+        """
+        with self._exclusive("commit"):
+            given = np.asarray(tokens)
+            if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+                raise ArgumentError("tokens must be a one-dimensional array of whole numbers")
+            shortest = min(cache.length for cache in self._layers)
+            if len(given) > shortest:
+                raise ArgumentError(
+                    f"{len(given)} tokens are to be committed and a layer has {shortest}"
+                )
+            size = self._swap.config.dims.block_size
+            full = len(given) // size
+            await self._swap.commit_ids(given, self.ids[:full])
+            return full * size
+
+    async def adopt(self, ids: I64) -> None:
+        """Begin with full blocks that are stored, whose references are the sequence's from now on.
+
+        For the swap, while the sequence is empty. In top-k mode they are read once, for the codes:
+        raises BlockIOError then.
+        """
+        self._set_ids(ids)
+        for cache in self._layers:
+            cache.grow(len(ids) + 1)
+            cache.length = len(ids) * cache.pool.block_size
+            if self.top_k is not None:
+                await self._encode(cache)
+
+    async def _encode(self, cache: LayerCache) -> None:
+        swap, pool = self._swap, cache.pool
+        stream = swap.stream_of(None)
+        step = swap.config.tile_blocks
+        for start in range(0, len(self._indices), step):
+            indices = self._indices[start : start + step]
+            loaded = await swap.prefetcher.load(Blocks(pool, cache.layer, indices))
+            with swap.lock, self._ordered(stream):
+                swap.check_open()
+                work = swap.predictor_of(cache.layer).encode_work(
+                    cache.group_layer, pool.blocks, loaded.slots, indices.astype(np.int32)
+                )
+                try:
+                    swap.device.encode(stream, work)
+                    encoded = stream.record()
+                except BaseException:
+                    swap.release_now(pool, loaded.slots)
+                    raise
+                swap.release_after(encoded, pool, loaded.slots)
