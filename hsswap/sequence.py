@@ -128,8 +128,8 @@ class Sequence(Reusing):
         """Like :meth:`attend`, from any thread, without ever waiting.
 
         None when blocks must come from disk, or when top-k must see which, or when the launches
-        would be more than :attr:`~hsswap.swap_state.MAX_TILES_AHEAD`, or when host slots are needed that
-        others already queue for; then use :meth:`attend`.
+        would be more than :attr:`~hsswap.swap_state.MAX_TILES_AHEAD`, or when host slots are needed
+        that others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):
             query = self._check_query(layer, queries, out, stream)

@@ -17,7 +17,7 @@ from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupted, Interrupts
 from hsswap.commands.planning import best_tile, check_memory, make_plan
 from hsswap.config import ModelDims
-from hsswap.errors import ConfigError, DeviceError
+from hsswap.errors import ArgumentError, ConfigError, DeviceError
 from hsswap.models import Llama, PlainAttention
 from tests.running import LEAST_HOST_SLOTS, LEAST_SLOTS, Terminal, TinyRun
 
@@ -42,6 +42,7 @@ JSON_KEYS = [
     "k",
     "model",
     "prefill_s",
+    "prefix_tokens",
     "verified_calls",
 ]
 
@@ -292,3 +293,32 @@ def test_the_plain_model_agrees_with_itself(tiny: TinyRun) -> None:
     tokens[-1] = (tokens[-1] + 1) % 12
     assert count_agreeing(model, job.prompt, tokens) == 5
     assert count_agreeing(model, job.prompt, tokens[:1]) == 1
+
+
+# What stays.
+
+
+@pytest.mark.parametrize("mode", ["exact", "topk"])
+def test_a_second_run_begins_with_what_the_first_stored(
+    tiny: TinyRun, tmp_path: Path, mode: str
+) -> None:
+    prompt = len(tiny.job().prompt)
+    fresh, _ = tiny.run("--tokens", "20", "--mode", mode)
+    kept = ("--persist", "--dir", str(tmp_path / "store"), "--mode", mode)
+    first, _ = tiny.run("--tokens", "20", *kept)
+    second, _ = tiny.run("--tokens", "20", *kept)
+    assert first.run.prefix_tokens == 0
+    assert second.run.prefix_tokens == (prompt - 1) // 16 * 16
+    assert second.as_json()["prefix_tokens"] == second.run.prefix_tokens
+    assert "tokens were stored" in second.as_table()
+    assert fresh.run.tokens == first.run.tokens == second.run.tokens
+    assert second.statistics.bytes_written < first.statistics.bytes_written / 5
+    third, _ = tiny.run("--tokens", "30", *kept)
+    assert third.run.tokens[:20] == first.run.tokens
+
+
+def test_what_stays_needs_a_place_and_is_not_verified(tiny: TinyRun, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="--dir"):
+        tiny.job("--persist")
+    with pytest.raises(ArgumentError, match="--verify"):
+        tiny.job("--persist", "--verify", "--dir", str(tmp_path))

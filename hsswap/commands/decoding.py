@@ -46,6 +46,7 @@ class Model(Protocol):
         tokens: TokenIds,
         attention: Any,
         *,
+        position: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Any:
         """Logits after a prompt."""
@@ -151,7 +152,8 @@ class Run:
     """One prompt and what came of it. ``tokens`` are the generated ids.
 
     ``decode_s`` is the time in the model and the swap alone: neither verification nor printing.
-    ``must_read_bytes``: what exact mode cannot do without, see :func:`must_read_blocks`.
+    ``prefix_tokens`` of the prompt were stored by an earlier run. ``must_read_bytes``: what exact
+    mode cannot do without, see :func:`must_read_blocks`.
     """
 
     prompt_tokens: int
@@ -159,6 +161,7 @@ class Run:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
+    prefix_tokens: int = 0
     must_read_bytes: int = 0
     left_out_mean: float = 0.0
     left_out_max: float = 0.0
@@ -233,19 +236,21 @@ class Decoder:
     ) -> int:
         self._attention.exact = True
         config = self._swap.config
-        position = 0
+        position = run.prefix_tokens
         verify_s = 0.0
 
         def after_chunk(done: int, total: int) -> None:
             nonlocal position, verify_s
             self._count_must_read(run, config, position)
-            position = done
+            position = run.prefix_tokens + done
             verify_s += self._verify()
             if progress is not None:
                 progress(done, total)
 
         start = time.perf_counter()
-        logits = self._model.prefill(prompt, self._attention, progress=after_chunk)
+        logits = self._model.prefill(
+            prompt[position:], self._attention, position=position, progress=after_chunk
+        )
         run.prefill_s = time.perf_counter() - start - verify_s
         self._attention.exact = None
         return int(logits.argmax())

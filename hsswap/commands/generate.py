@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
+
+import numpy as np
 
 from hsswap.commands.decoding import Decoder, Model, Run, SwapAttention, count_agreeing, dims_of
 from hsswap.commands.generate_args import GenerateOptions, prompt_name, read_prompt
@@ -30,7 +34,7 @@ from hsswap.models import (
     open_gguf,
     read_config,
 )
-from hsswap.sync import blocking
+from hsswap.sync import BlockingSequence, BlockingSwap, blocking
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Job:
             check_plot(options.plot)
             if options.tokens == 1:
                 raise ArgumentError("--plot needs 2 or more tokens: the first one is prefill's")
+        if options.persist and options.directory is None:
+            raise ArgumentError("--persist needs --dir, the folder that the cache stays in")
+        if options.persist and options.verify:
+            raise ArgumentError("--verify compares with K and V of one run; leave --persist out")
         if options.directory is not None:
             check_store_folder(options.directory)
         text = read_prompt(options.prompt_file)
@@ -72,7 +80,14 @@ class Job:
                 f"the model's context of {config.context_tokens}; shorten the prompt or lower "
                 "--tokens"
             )
-        return cls(options, file, tokenizer, prompt, make_plan(options, dims_of(config), tokens))
+        plan = make_plan(
+            options,
+            dims_of(config),
+            tokens,
+            capacity_tokens=config.context_tokens if options.persist else None,
+            fingerprint=file_hash(file.path) if options.persist else "",
+        )
+        return cls(options, file, tokenizer, prompt, plan)
 
     @property
     def model_name(self) -> str:
@@ -167,8 +182,9 @@ def run_job(
         with (
             interrupts.held(),
             blocking(job.plan.config, device=device) as swap,
-            swap.sequence(top_k=job.plan.top_k) as sequence,
+            open_sequence(swap, job) as sequence,
         ):
+            run.prefix_tokens = sequence.length
             attention = SwapAttention(
                 sequence, arrays=model.arrays, verifier=verifier, checkpoint=interrupts.check
             )
@@ -185,6 +201,8 @@ def run_job(
                 if text_to is not None and len(run.tokens) == 1:
                     say("--- continuation ---", progress_to)
                 text.show(stream.push(token))
+            if options.persist:
+                sequence.commit([*job.prompt, *run.tokens[:-1]])
         text.show(stream.finish())
         text.finish()
     except BaseException:
@@ -205,6 +223,19 @@ def run_job(
         agree,
     )
     return report, [] if verifier is None else verifier.failures
+
+
+def open_sequence(swap: BlockingSwap, job: Job) -> BlockingSequence:
+    """A sequence for the prompt, with what is stored of it; at least one token is left to run."""
+    if not job.options.persist:
+        return swap.sequence(top_k=job.plan.top_k)
+    return swap.open_prefix(np.array(job.prompt[:-1], np.int64), top_k=job.plan.top_k)
+
+
+def file_hash(path: Path) -> str:
+    """What a file is, whatever its name."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def title_of(report: Report) -> str:

@@ -37,6 +37,12 @@ IO_HELP = (
     "gds reads them straight into a GPU or fails, gds-compat through host memory if need be; "
     "memory is RAM, for tests"
 )
+PERSIST_HELP = (
+    "keep the cache of the prompt and its continuation in --dir, and begin with what is there: the "
+    "same prompt, or one that begins alike, is not computed again. The store has room for the "
+    "model's whole context; what was used least recently goes first. Not with --verify, which "
+    "compares with K and V of the same run"
+)
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "
     "by more than promised. After the end the model runs once more with plain attention over the "
@@ -66,6 +72,7 @@ class GenerateOptions:
     directory: Path | None
     device: str
     model: Path | None
+    persist: bool
     look_ahead: bool
     io: str
     verify: bool
@@ -88,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=_count, metavar="N", help=SLOTS_HELP)
     add("--host-slots", type=_count, metavar="N", help=HOST_SLOTS_HELP)
     add("--dir", dest="directory", type=Path, metavar="D", help=DIRECTORY_HELP)
+    add("--persist", action="store_true", help=PERSIST_HELP)
     add("--device", type=_device, default="host", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)

@@ -34,10 +34,19 @@ class Plan:
     top_k: TopK | None
 
 
-def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
+def make_plan(
+    options: GenerateOptions,
+    dims: ModelDims,
+    tokens: int,
+    *,
+    capacity_tokens: int | None = None,
+    fingerprint: str = "",
+) -> Plan:
     """Slots, tile and k for a sequence of ``tokens`` tokens.
 
-    Raises ConfigError, with the number needed, when the slots asked for are too few.
+    ``capacity_tokens`` (the tokens alone, if None) and ``fingerprint`` are of the store, which must
+    be opened with the same ones again. Raises ConfigError, with the number needed, when the slots
+    asked for are too few.
     """
     # A sequence of its own fills the capacity: whole blocks, and nothing to spare.
     cache_blocks = dims.layers * dims.blocks_of(tokens)
@@ -58,7 +67,7 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
     _check(host_slots, _ring(dims, tile_tokens), "--host-slots", tiles)
     least = SwapConfig(
         dims,
-        tokens,
+        capacity_tokens or tokens,
         device_slots=_least_slots(dims, tile_tokens),
         host_slots=_ring(dims, tile_tokens),
         directory=options.directory,
@@ -67,6 +76,8 @@ def make_plan(options: GenerateOptions, dims: ModelDims, tokens: int) -> Plan:
         tile_tokens=tile_tokens,
         look_ahead=options.look_ahead,
         predictor=None if top_k is None else PredictorConfig(),
+        persist=options.persist,
+        fingerprint=fingerprint,
     )
     check_memory(least, slots, host_slots, physical_bytes())
     return Plan(replace(least, device_slots=slots, host_slots=host_slots), top_k)

@@ -55,7 +55,7 @@ class Report:
     def share_of_slots(self) -> str:
         """What part of the cache the slots can hold, in words."""
         config = self.plan.config
-        if must_read_blocks(config, config.capacity_blocks * config.dims.block_size) == 0:
+        if must_read_blocks(config, self.run.context_tokens) == 0:
             return "the whole cache fits"
         share = (self.device_slot_bytes + self.host_slot_bytes) / self.kv_bytes
         return f"{share:.1%} of the cache"
@@ -85,6 +85,7 @@ class Report:
             "k": None if self.plan.top_k is None else self.plan.top_k.k,
             "model": self.model_name,
             "prefill_s": run.prefill_s,
+            "prefix_tokens": run.prefix_tokens,
             "verified_calls": None if self.verified is None else self.verified.calls,
         }
 
@@ -124,10 +125,12 @@ class Report:
 
     def _speed(self) -> list[tuple[str, str]]:
         run = self.run
-        rate = run.prompt_tokens / run.prefill_s if run.prefill_s > 0.0 else 0.0
+        rows = run.prompt_tokens - run.prefix_tokens
+        rate = rows / run.prefill_s if run.prefill_s > 0.0 else 0.0
         note = "" if self.verified is None else ", verification not counted"
+        stored = f", {run.prefix_tokens} tokens were stored" if run.prefix_tokens else ""
         return [
-            ("prefill", f"{run.prefill_s:.2f} s, {rate:.0f} tokens/s{note}"),
+            ("prefill", f"{run.prefill_s:.2f} s, {rate:.0f} tokens/s{stored}{note}"),
             ("decode", f"{run.tokens_per_s:.1f} tokens/s{note}" if run.steps else "-"),
         ]
 
