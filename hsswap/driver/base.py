@@ -32,6 +32,7 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
+    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
@@ -259,6 +260,10 @@ class Device(Closeable):
     @abstractmethod
     def select(self, stream: Stream, work: SelectWork) -> None:
         """Choose the top-k units of each KV head and the cache slots that hold them."""
+
+    @abstractmethod
+    def fetch(self, stream: Stream, work: FetchWork) -> None:
+        """Gather what select found missing, by a table of host slots that the device holds."""
 
     @abstractmethod
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:

@@ -31,6 +31,7 @@ from hsswap.driver.operations import (
     AttentionState,
     ChecksumWork,
     EncodeWork,
+    FetchWork,
     FinalizeWork,
     GatherWork,
     ProjectionCodes,
@@ -216,19 +217,31 @@ def score(work: ScoreWork) -> ScoreWork:
     ids, _ = _codes(work.codes)
     group = work.codes.group
     check_tensor(work.queries, "bf16", (group.q_heads, group.head_dim), "queries")
-    shape = (len(work.code_index),)
+    index = work.code_index
+    shape = shape_of_rank(index, 1, "code_index") if isinstance(index, Tensor) else (len(index),)
     check_tensor(work.scores, "f32", (group.kv_heads, *shape), "scores", written=True)
-    return replace(work, code_index=checked_indices(work.code_index, shape, ids, "code_index"))
+    if isinstance(index, Tensor):
+        held_table(index, shape, "code_index")
+        return work
+    return replace(work, code_index=checked_indices(index, shape, ids, "code_index"))
 
 
 def select(work: SelectWork) -> SelectWork:
     """Check a SelectWork."""
     heads, blocks = shape_of_rank(work.scores, 2, "scores")
     check_tensor(work.scores, "f32", (heads, blocks), "scores")
-    pinned = checked_indices(work.pinned, (len(work.pinned),), blocks, "pinned")
-    require(len(np.unique(pinned)) == len(pinned), "pinned names a block twice")
+    pinned = work.pinned
+    if isinstance(pinned, Tensor):
+        pinned_count = shape_of_rank(pinned, 1, "pinned")[0]
+        held_table(pinned, (pinned_count,), "pinned")
+    else:
+        pinned_count = len(pinned)
+        pinned = checked_indices(pinned, (pinned_count,), blocks, "pinned")
+        require(len(np.unique(pinned)) == pinned_count, "pinned names a block twice")
+    if isinstance(work.step, Tensor):
+        check_tensor(work.step, "i32", (heads,), "step", written=True)
     require(work.k >= 0, f"k is {work.k}; it cannot be negative")
-    chosen = min(blocks, len(pinned) + work.k)
+    chosen = min(blocks, pinned_count + work.k)
     places = shape_of_rank(work.cache.slots, 2, "cache.slots")[1]
     require(places >= chosen, f"the cache has {places} slots a head; {chosen} are to be chosen")
     check_tensor(work.cache.slots, "i32", (heads, places), "cache.slots")
@@ -248,6 +261,37 @@ def select(work: SelectWork) -> SelectWork:
     check_tensor(work.missing, "u8", (heads, chosen), "missing", written=True)
     check_tensor(work.left_out, "f32", (heads,), "left_out", written=True)
     return replace(work, pinned=pinned)
+
+
+def fetch(work: FetchWork) -> FetchWork:
+    """Check a FetchWork."""
+    require_same_layout(work.units, work.blocks)
+    check_pool(work.units, "units")
+    check_pool(work.blocks, "blocks")
+    heads = work.units.group.kv_heads
+    count = shape_of_rank(work.chosen, 2, "chosen")[1]
+    tail = shape_of_rank(work.tail_slots, 2, "tail_slots")[1]
+    places = shape_of_rank(work.cache.slots, 2, "cache.slots")[1]
+    check_tensor(work.missing, "u8", (heads, count), "missing")
+    require(
+        count <= 1 or work.missing.strides[1] == 1, "missing must be contiguous along its last axis"
+    )
+    known = [
+        (work.chosen, (heads, count), "chosen"),
+        (work.chosen_slots, (heads, count), "chosen_slots"),
+        (work.cache.slots, (heads, places), "cache.slots"),
+        (work.cache.owner, (heads, places), "cache.owner"),
+        (work.host_slots, shape_of_rank(work.host_slots, 1, "host_slots"), "host_slots"),
+        (work.tail_slots, (heads, tail), "tail_slots"),
+        (work.tail_positions, (tail,), "tail_positions"),
+        (work.slots, (heads, count + tail), "slots"),
+        (work.positions, (heads, count + tail), "positions"),
+        (work.absent, (heads, count), "absent"),
+    ]
+    for tensor, shape, what in known:
+        held_table(tensor, shape, what)
+    check_tensor(work.absent_count, "i32", (heads,), "absent_count", written=True)
+    return work
 
 
 def checksum(work: ChecksumWork) -> ChecksumWork:

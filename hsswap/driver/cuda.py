@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from hsswap.driver import checks, cuda_attention, cuda_operations
+from hsswap.driver import checks, cuda_attention, cuda_operations, cuda_top_k
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
 from hsswap.driver.cuda_context import Context
@@ -34,6 +34,7 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
+    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
@@ -54,6 +55,7 @@ ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("project", {"CHUNK": 8}),
     ("score", {"CHUNK": 8}),
     ("select", {}),
+    ("fetch", {"CHUNK": 16}),
     ("checksum", {}),
 )
 
@@ -191,13 +193,15 @@ class CudaDevice(Device):
 
     def score(self, stream: Stream, work: ScoreWork) -> None:
         """See :class:`ScoreWork`."""
-        self._enqueue(
-            stream, "score", checks.score, cuda_operations.score, work, outputs=("scores",)
-        )
+        self._enqueue(stream, "score", checks.score, cuda_top_k.score, work, outputs=("scores",))
 
     def select(self, stream: Stream, work: SelectWork) -> None:
         """See :class:`SelectWork`."""
-        self._enqueue(stream, "select", checks.select, cuda_operations.select, work)
+        self._enqueue(stream, "select", checks.select, cuda_top_k.select, work)
+
+    def fetch(self, stream: Stream, work: FetchWork) -> None:
+        """See :class:`FetchWork`."""
+        self._enqueue(stream, "fetch", checks.fetch, cuda_top_k.fetch, work)
 
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""

@@ -21,8 +21,6 @@ from hsswap.driver.operations import (
     EncodeWork,
     GatherWork,
     ScatterWork,
-    ScoreWork,
-    SelectWork,
     UnitPool,
 )
 from hsswap.driver.tensor import Tensor, contiguous_strides
@@ -31,23 +29,13 @@ from hsswap.errors import ArgumentError
 WARP = 32
 WARPS = 8  # of append, gather and scatter
 THREADS = 256  # of encode, score and checksum
-SELECT_THREADS = 1024
-INLINE_PINNED = 32  # pinned blocks that travel with the parameters
-SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
 
 IN_FLIGHT = 16  # loads of a lane in gather.cu
 TILE_TOKENS = 16  # of encode.cu
-COLUMNS = 8  # of a thread block in score.cu's project
 CHECKSUM_ROW = 4096  # bytes of a thread block's step in checksum.cu
-
-COUNTER_BYTES = 1 << 16
-"""The start of a workspace, which belongs to kernels that need zeros."""
 
 MOVE_BLOCKS = 48
 """Thread blocks of gather and scatter: enough for the link, few beside attention (gather.cu)."""
-
-KEPT_KEYS = 24576
-"""Blocks of which select keeps the keys in shared memory, 96 KiB."""
 
 CODE_BLOCKS_AN_SM = 4
 """Thread blocks of encode and score that take turns: they hide each other's first loads."""
@@ -56,7 +44,7 @@ BY_16, BY_2 = {"CHUNK": 16}, {"CHUNK": 2}
 """Bytes of one access."""
 
 
-def _chunk(*numbers: int) -> dict[str, int]:
+def chunk_of(*numbers: int) -> dict[str, int]:
     """Bytes of one access, for addresses and strides."""
     bits = 0
     for number in numbers:
@@ -64,28 +52,28 @@ def _chunk(*numbers: int) -> dict[str, int]:
     return BY_2 if bits & 15 else BY_16
 
 
-def _contiguous(tensor: Tensor, item_bytes: int, what: str) -> int:
+def contiguous_address(tensor: Tensor, item_bytes: int, what: str) -> int:
     """The address of a tensor that must be contiguous on a GPU."""
     if tensor.strides != contiguous_strides(tensor.shape, item_bytes):
         raise ArgumentError(f"{what} has strides {tensor.strides}; it must be contiguous")
     return tensor.address
 
 
-def _rows(tensor: Tensor, item_bytes: int, what: str) -> int:
+def row_items(tensor: Tensor, item_bytes: int, what: str) -> int:
     """Items between the rows of a matrix whose rows must be contiguous on a GPU."""
     if tensor.shape[1] > 1 and tensor.strides[1] != item_bytes:
         raise ArgumentError(f"{what} has strides {tensor.strides}; its rows must be contiguous")
     return tensor.strides[0] // item_bytes
 
 
-def _matrix(device: Launcher, stream: Stream, matrix: Tensor) -> int:
+def matrix_address(device: Launcher, stream: Stream, matrix: Tensor) -> int:
     """The address of the predictor's matrix in device memory: every thread block reads it."""
     if matrix.on_device:
-        return _contiguous(matrix, 2, "matrix")
+        return contiguous_address(matrix, 2, "matrix")
     return device.keep(stream, f"matrix at {matrix.address}", matrix.array())
 
 
-def _pools(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
+def pool_numbers(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
     """Addresses and sizes that decide about alignment."""
     return units.memory.address, blocks.memory.address, units.unit_bytes
 
@@ -97,8 +85,8 @@ def append(device: Launcher, stream: Stream, work: AppendWork) -> None:
     pairs = work.keys.shape[0] * group.kv_heads
     if not pairs:
         return
-    chunk = _chunk(
-        *_pools(work.units, work.blocks),
+    chunk = chunk_of(
+        *pool_numbers(work.units, work.blocks),
         keys.address,
         values.address,
         *keys.strides[:2],
@@ -133,8 +121,8 @@ def append_at(device: Launcher, stream: Stream, work: AppendAtWork) -> None:
     """One warp a sequence, row and head."""
     group, keys, values = work.units.group, work.keys, work.values
     sequences, rows = keys.shape[:2]
-    chunk = _chunk(
-        *_pools(work.units, work.blocks),
+    chunk = chunk_of(
+        *pool_numbers(work.units, work.blocks),
         keys.address,
         values.address,
         *keys.strides[:3],
@@ -178,7 +166,7 @@ def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | Scat
     count = len(work.heads)
     if not count:
         return
-    chunk = _chunk(*_pools(work.units, work.blocks))
+    chunk = chunk_of(*pool_numbers(work.units, work.blocks))
     piece = WARP * IN_FLIGHT * chunk["CHUNK"]
     pieces_per_unit = -(-work.units.unit_bytes // piece)
     listed = np.concatenate((work.host_slots, work.heads, work.device_slots))
@@ -217,8 +205,8 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     params = struct.pack(
         "<QQQQQqqiiiiii",
         blocks.memory.address,
-        _matrix(device, stream, into.matrix),
-        _contiguous(into.codes, 2, "codes"),
+        matrix_address(device, stream, into.matrix),
+        contiguous_address(into.codes, 2, "codes"),
         device.upload(stream, work.host_slots, direct=True),
         device.upload(stream, work.code_index, direct=True),
         blocks.unit_bytes,
@@ -232,110 +220,8 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     )
     grid = Grid(min(pairs, CODE_BLOCKS_AN_SM * device.sm_count))
     shared_bytes = 2 * dim * (-(-rank // 4) * 4 + TILE_TOKENS)
-    chunk = _chunk(blocks.memory.address, blocks.unit_bytes)
+    chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
     device.launch(stream, "encode", chunk, grid, Grid(THREADS), shared_bytes, params)
-
-
-def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
-    """The query times the matrix, then that times the codes."""
-    codes, group = work.codes, work.codes.group
-    count, heads = len(work.code_index), group.kv_heads
-    if not count:
-        return
-    _, _, tokens, rank = codes.codes.shape
-    address = _contiguous(codes.codes, 2, "codes")
-    matrix = _matrix(device, stream, codes.matrix)
-    chunk = {"CHUNK": 8 if rank % 8 == 0 and (address | matrix) % 16 == 0 else 1}
-    params = struct.pack(
-        "<QqqQQQQQqiiiiiifi",
-        work.queries.address,
-        *work.queries.strides,
-        matrix,
-        device.workspace(stream, COUNTER_BYTES + 4 * group.q_heads * rank) + COUNTER_BYTES,
-        address,
-        # The same for all layers, and for as many steps as a block has tokens.
-        device.keep(stream, "code index", work.code_index),
-        work.scores.address,
-        _rows(work.scores, 4, "scores"),
-        count,
-        heads,
-        group.q_heads,
-        tokens,
-        rank,
-        group.head_dim,
-        group.logit_scale,
-        0,
-    )
-    block = Grid(THREADS)
-    device.launch(stream, "project", chunk, Grid(-(-rank // COLUMNS)), block, 0, params)
-    in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
-    most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
-    grid = Grid(min(most, -(-count // in_turn)), heads)
-    device.launch(stream, "score", chunk, grid, block, 0, params)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
-    """A thread block a KV head."""
-    heads, blocks = work.scores.shape
-    count, places = work.chosen.shape[1], work.cache.slots.shape[1]
-    table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
-    most = device.shared_bytes_limit - SELECT_STATIC_BYTES
-    keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
-    keys = 0
-    if keep_keys:
-        shared_bytes += 4 * blocks
-    else:
-        keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
-    if shared_bytes > most:
-        raise ArgumentError(
-            f"select: {blocks} blocks and {places} cache slots a head need {shared_bytes} bytes of "
-            f"shared memory; this GPU has {most}: take fewer slots a head"
-        )
-    last = (work.last_chosen, work.last_mass)
-    listed = [
-        (work.scores, 4, "scores"),
-        *((t, 4, "last") for t in last if t is not None),
-        (work.cache.slots, 4, "cache.slots"),
-        (work.cache.owner, 4, "cache.owner"),
-        (work.cache.mass, 4, "cache.mass"),
-        (work.cache.used, 4, "cache.used"),
-        (work.chosen, 4, "chosen"),
-        (work.chosen_slots, 4, "chosen_slots"),
-        (work.missing, 1, "missing"),
-    ]
-    strides = [_rows(*item) for item in listed]
-    if len(listed) == 8:  # nothing of an earlier step
-        strides[1:1] = [0, 0]
-    cache = work.cache
-    params = struct.pack(
-        f"<13Q11q8if{INLINE_PINNED}ii",
-        *(t.address for t in (work.scores, cache.slots, cache.owner, cache.mass, cache.used)),
-        0 if len(work.pinned) <= INLINE_PINNED else device.upload(stream, work.pinned, direct=True),
-        *(0 if t is None else t.address for t in last),
-        *(t.address for t in (work.chosen, work.chosen_slots, work.missing, work.left_out)),
-        keys,
-        *strides[:3],
-        work.left_out.strides[0] // 4,
-        *strides[3:],
-        blocks,
-        count,
-        len(work.pinned),
-        0 if work.last_chosen is None else work.last_chosen.shape[1],
-        places,
-        work.step,
-        table,
-        sort,
-        work.decay,
-        *work.pinned[:INLINE_PINNED].tolist(),
-        *[0] * (INLINE_PINNED - len(work.pinned)),
-        0,
-    )
-    device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
 
 
 def _multiply(a: int, b: int) -> int:

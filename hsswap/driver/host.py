@@ -23,6 +23,7 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
+    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
@@ -130,6 +131,10 @@ class HostDevice(Device):
     def select(self, stream: Stream, work: SelectWork) -> None:
         """See :class:`SelectWork`."""
         self._enqueue(stream, "select", checks.select, host_select.select, work)
+
+    def fetch(self, stream: Stream, work: FetchWork) -> None:
+        """See :class:`FetchWork`."""
+        self._enqueue(stream, "fetch", checks.fetch, host_select.fetch, work)
 
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""

@@ -21,6 +21,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     UnitPool,
 )
+from hsswap.driver.tensor import Tensor
 
 # Bytes copied at a time. NumPy copies scattered units through an array between source and
 # destination, which should stay in the second-level cache (1 to 2 MiB a core).
@@ -166,18 +167,22 @@ def score(work: ScoreWork, scratch: Scratch) -> None:
     multiply(bf16.to_float32(work.queries.array()), matrix, projected)
     projected *= np.float32(group.logit_scale)
     queries = projected.reshape(heads, group.group_size, rank)
+    wanted = work.code_index
+    if isinstance(wanted, Tensor):
+        wanted = held_indices(wanted, -1, codes.shape[0], "code_index")
     step = max(1, CODE_TOKENS // tokens)
     taken = scratch.array("codes", (heads, step, tokens, rank), np.float32)
     logits = scratch.array("code logits", (*queries.shape[:2], step * tokens), np.float32)
     head = np.arange(heads)[:, None]
-    for first in range(0, len(work.code_index), step):
-        index = work.code_index[first : first + step]
+    for first in range(0, len(wanted), step):
+        index = wanted[first : first + step]
         taken[:, : len(index)] = bf16.to_float32(codes[index, head])
         taken[:, len(index) :] = 0
         # [H, G, rank] @ [H, rank, step * T]
         multiply(queries, taken.reshape(heads, step * tokens, rank).swapaxes(1, 2), logits)
         best = logits.reshape(heads, -1, step, tokens).max((1, 3))
         scores[:, first : first + step] = best[:, : len(index)]
+    scores[:, wanted < 0] = -np.inf
 
 
 def checksum(work: ChecksumWork, scratch: Scratch) -> None:

@@ -1,4 +1,4 @@
-"""Select on the host: top-k of each KV head, and the cache slots that will hold them."""
+"""Select and fetch on the host: top-k of each KV head, and the cache slots that hold them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.driver.host_held import held_indices
 from hsswap.driver.host_memory import Scratch
-from hsswap.driver.operations import SelectWork
+from hsswap.driver.host_ops import units_of_blocks
+from hsswap.driver.operations import FetchWork, SelectWork
+from hsswap.driver.tensor import Tensor
 
 Bool = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -28,26 +31,61 @@ def select(work: SelectWork, scratch: Scratch) -> None:
     """Choose blocks, give each a slot, and say which slots must be filled."""
     scores = np.array(work.scores.array())
     scores[np.isnan(scores)] = -np.inf  # a block that cannot be ranked comes last
-    cache = _open_cache(work, scores.shape[1])
-    _account(work, cache)
-    is_chosen = _choose(scores, work.pinned, work.k)
     heads = scores.shape[0]
+    step = work.step
+    if isinstance(step, Tensor):
+        held_step = step.array()
+        step = int(held_step[0]) if heads else 0
+        held_step += 1
+    cache = _open_cache(work, step, scores.shape[1])
+    _account(work, cache)
+    pinned, k = work.pinned, work.k
+    if isinstance(pinned, Tensor):
+        held = held_indices(pinned, -1, scores.shape[1], "pinned")
+        pinned = held[held >= 0]
+        k += len(held) - len(pinned)
+    is_chosen = _choose(scores, pinned, k)
     # Rows of equal counts: [H, N], ascending within a head.
     chosen = np.nonzero(is_chosen)[1].reshape(heads, -1)
     head = np.arange(heads)[:, None]
     place = cache.place_of[head, chosen]
     missing = place < 0
     _make_room(cache, is_chosen, chosen, place, missing)
-    cache.used[head, place] = work.step
+    cache.used[head, place] = step
     work.chosen.array()[...] = chosen
     work.chosen_slots.array()[...] = work.cache.slots.array()[head, place]
     work.missing.array()[...] = missing
     work.left_out.array()[...] = _left_out(scores, is_chosen)
 
 
-def _open_cache(work: SelectWork, blocks: int) -> _Cache:
+def fetch(work: FetchWork, scratch: Scratch) -> None:
+    """Gather missing units, and list what is there for attention."""
+    count = work.chosen.shape[1]
+    host_slots = work.host_slots.array()
+    chosen = held_indices(work.chosen, 0, len(host_slots), "chosen")
+    slots = held_indices(work.chosen_slots, 0, work.units.memory.shape[0], "chosen_slots")
+    known = held_indices(work.host_slots, -1, work.blocks.memory.shape[0], "host_slots")
+    source = known[chosen]  # [H, N]
+    missing = work.missing.array() != 0
+    head, entry = np.nonzero(missing & (source >= 0))
+    units = units_of_blocks(work.blocks)
+    work.units.memory.array()[slots[head, entry]] = units[source[head, entry], head]
+    is_absent = missing & (source < 0)
+    owner, cache_slots = work.cache.owner.array(), work.cache.slots.array()
+    for h, lost in enumerate(is_absent):
+        owner[h, np.isin(cache_slots[h], slots[h, lost])] = -1
+        work.absent.array()[h, : np.count_nonzero(lost)] = chosen[h, lost]
+    work.absent_count.array()[...] = np.count_nonzero(is_absent, axis=1)
+    listed, positions = work.slots.array(), work.positions.array()
+    listed[:, :count] = np.where(is_absent, np.int32(-1), slots)
+    listed[:, count:] = work.tail_slots.array()
+    positions[:, :count] = chosen
+    positions[:, count:] = work.tail_positions.array()
+
+
+def _open_cache(work: SelectWork, step: int, blocks: int) -> _Cache:
     owner = work.cache.owner.array()
-    if work.step == 0:
+    if step == 0:
         owner[...] = -1
         work.cache.mass.array()[...] = 0
     # A sequence that was cut back may leave owners past its last block; they are mere victims.

@@ -240,13 +240,14 @@ class EncodeWork:
 class ScoreWork:
     """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
 
-    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32. Projection: the maximum over the
-    block's tokens and the head's query group of projected q.k, times the logit scale.
+    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, which the device may hold: there an
+    entry of -1 is no block, and scores -inf. Projection: the maximum over the block's tokens and
+    the head's query group of projected q.k, times the logit scale.
     """
 
     codes: ProjectionCodes
     queries: Tensor
-    code_index: I32
+    code_index: I32 | Tensor
     scores: Tensor
 
 
@@ -272,24 +273,26 @@ class SelectWork:
 
     ``scores`` ``[H, B]`` float32. Chosen are blocks ``pinned`` ``[P]`` int32 (P distinct blocks)
     and the ``k`` best others (all, if there are fewer), equal scores to the lower block; N =
-    min(B, P + k) a head, C >= N. ``step`` grows by one a call; 0: the cache is empty.
+    min(B, P + k) a head, C >= N. ``step`` grows by one a call; 0: the cache is empty. The device
+    may hold both: ``pinned`` i32, whose entries of -1 pin nothing (another block is chosen), and
+    ``step`` ``[H]`` i32, all equal, which the call advances.
 
     First the masses decay by ``decay`` and gain ``last_mass`` ``[H, M]`` float32 of blocks
     ``last_chosen`` ``[H, M]`` int32 (None at the first step). Chosen blocks not in the cache take
     free slots, then those of the unchosen block of least mass, then least recent use, then lowest
     place.
 
-    Written, all in host-visible memory: ``chosen`` ``[H, N]`` int32 in ascending order,
-    ``chosen_slots`` ``[H, N]`` int32 unit slots, ``missing`` ``[H, N]`` uint8 (1: the unit must be
-    gathered into its slot before use), ``left_out`` ``[H]`` float32: the share of predicted mass
-    not chosen, softmax of the scores over blocks.
+    Written: ``chosen`` ``[H, N]`` int32 in ascending order (``last_chosen`` may be the same
+    memory), ``chosen_slots`` ``[H, N]`` int32 unit slots, ``missing`` ``[H, N]`` uint8 (1: the unit
+    must be gathered into its slot before use), ``left_out`` ``[H]`` float32: the share of predicted
+    mass not chosen, softmax of the scores over blocks.
     """
 
     scores: Tensor
     k: int
-    pinned: I32
+    pinned: I32 | Tensor
     cache: UnitCache
-    step: int
+    step: int | Tensor
     decay: float
     last_chosen: Tensor | None
     last_mass: Tensor | None
@@ -297,6 +300,37 @@ class SelectWork:
     chosen_slots: Tensor
     missing: Tensor
     left_out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWork:
+    """What select chose, brought into its slots and listed for attention, without the host.
+
+    ``chosen``, ``chosen_slots`` ``[H, N]`` i32, ``missing`` ``[H, N]`` u8 and ``cache`` are those
+    of the :class:`SelectWork` before it. ``host_slots`` ``[B]`` i32: the host slot of each logical
+    block, -1 for one that the host tier does not have. A missing unit is copied out of its host
+    slot. One without gives its place in the cache up, and its block goes into ``absent`` ``[H, N]``
+    i32, the head's in ascending order, ``absent_count`` ``[H]`` i32 of them.
+
+    Written for :class:`AttendWork`: ``slots`` and ``positions`` ``[H, N + W]`` i32. First what was
+    chosen, with slot -1 where it is absent; then W blocks that no predictor ranks, such as the one
+    being filled: ``tail_slots`` ``[H, W]`` and ``tail_positions`` ``[W]`` i32. All of it is
+    contiguous along its last axis.
+    """
+
+    units: UnitPool
+    blocks: BlockPool
+    chosen: Tensor
+    chosen_slots: Tensor
+    missing: Tensor
+    cache: UnitCache
+    host_slots: Tensor
+    tail_slots: Tensor
+    tail_positions: Tensor
+    slots: Tensor
+    positions: Tensor
+    absent: Tensor
+    absent_count: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ KERNELS: dict[str, Kernel] = {
     "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "select": Kernel("select.cu", "select", True),
+    "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     **ATTENTION_KERNELS,
 }
 """By name."""

@@ -180,6 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_BLOCKS)
         // All lanes of a warp take the same number of turns, for the shuffles.
         for (int b = mine; b - lane_index() / side < p.count; b += stride) {
             int block = p.index[min(b, p.count - 1)];
+            bool is_none = block < 0;
+            block = max(block, 0);
             const u16* codes =
                 p.codes + (static_cast<i64>(block) * p.heads + head) * p.block_size * p.rank;
             float best = 0;
@@ -196,7 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_BLOCKS)
             }
             if (token == 0 && b < p.count) {
                 float* out = p.scores + head * p.score_stride + b;
-                *out = first_query == 0 ? best : max_nan(*out, best);
+                float all = first_query == 0 ? best : max_nan(*out, best);
+                *out = is_none ? __uint_as_float(0xff800000u) : all;
             }
         }
     }

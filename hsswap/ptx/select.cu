@@ -23,6 +23,7 @@ struct Params {
     float* mass;
     int* used;
     const int* pinned;
+    int* steps;             // [H], read and advanced, or null: `step`
     const int* last_chosen; // null: none
     const float* last_mass;
     int* chosen;
@@ -49,9 +50,10 @@ struct Cache {
 };
 
 // Everything that lies in global or mapped memory and depends on nothing: one latency for all of it.
-__device__ __forceinline__ void load(const Params& p, int h, const Cache& cache, Keys& scores) {
+__device__ __forceinline__ void load(const Params& p, int h, int step, const Cache& cache,
+                                     Keys& scores) {
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
-        bool is_empty = p.step == 0;
+        bool is_empty = step == 0;
         cache.slots[place] = p.slots[h * p.slots_stride + place];
         cache.owner[place] = is_empty ? -1 : p.owner[h * p.owner_stride + place];
         cache.mass[place] = is_empty ? 0 : p.mass[h * p.mass_stride + place] * p.decay;
@@ -64,7 +66,10 @@ __device__ __forceinline__ void load(const Params& p, int h, const Cache& cache,
 __device__ __forceinline__ void account(const Params& p, int h, const Cache& cache, Table& table,
                                         Keys& scores) {
     for (int i = threadIdx.x; i < p.pinned_count; i += THREADS) {
-        scores.pin(p.pinned == nullptr ? p.few_pinned[i] : p.pinned[i]);
+        int block = p.pinned == nullptr ? p.few_pinned[i] : p.pinned[i];
+        if (block >= 0) {
+            scores.pin(block);
+        }
     }
     // Asked for before the barrier, used behind it.
     bool has_last = p.last_chosen != nullptr;
@@ -131,11 +136,11 @@ __device__ __forceinline__ void place(const Params& p, const Cache& cache, const
 }
 
 // 6, and the cache back to where it came from.
-__device__ __forceinline__ void store(const Params& p, int h, const Cache& cache, const int* chosen,
-                                      const int* place_of) {
+__device__ __forceinline__ void store(const Params& p, int h, int step, const Cache& cache,
+                                      const int* chosen, const int* place_of) {
     for (int entry = threadIdx.x; entry < p.count; entry += THREADS) {
         int taken = place_of[entry] & ~NEW;
-        cache.used[taken] = p.step;
+        cache.used[taken] = step;
         p.chosen[h * p.chosen_stride + entry] = chosen[entry];
         p.chosen_slots[h * p.chosen_slots_stride + entry] = cache.slots[taken];
         p.missing[h * p.missing_stride + entry] = (place_of[entry] & NEW) != 0;
@@ -167,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int words = (p.blocks + 31) / 32;
     u32* kept = p.keys == nullptr ? flags + words : p.keys + static_cast<i64>(h) * p.blocks;
     Keys scores{p.scores + h * p.score_stride, kept, p.blocks};
-    load(p, h, cache, scores);
+    int step = p.steps == nullptr ? p.step : p.steps[h];
+    load(p, h, step, cache, scores);
     for (int at = threadIdx.x; at < p.table_size; at += THREADS) {
         table.places[at] = -1;
     }
@@ -184,9 +190,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         place(p, cache, table, chosen, place_of, keys, sums);
         __syncthreads();
     }
-    store(p, h, cache, chosen, place_of);
+    store(p, h, step, cache, chosen, place_of);
     float share = share_left_out(scores, flags, parts);
     if (threadIdx.x == 0) {
         p.left_out[h * p.left_out_stride] = share;
+        if (p.steps != nullptr) {
+            p.steps[h] = step + 1; // all threads are past the barriers behind their load
+        }
     }
 }

@@ -1,0 +1,182 @@
+"""Launch code of what ranks and chooses: score, select and fetch. See ``cuda_operations``."""
+
+from __future__ import annotations
+
+import struct
+
+from hsswap.driver.base import Stream
+from hsswap.driver.cuda_operations import (
+    CODE_BLOCKS_AN_SM,
+    THREADS,
+    WARP,
+    chunk_of,
+    contiguous_address,
+    matrix_address,
+    pool_numbers,
+    row_items,
+)
+from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.operations import FetchWork, ScoreWork, SelectWork
+from hsswap.driver.tensor import Tensor
+from hsswap.errors import ArgumentError
+
+SELECT_THREADS = 1024
+INLINE_PINNED = 32  # pinned blocks that travel with the parameters
+SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
+COLUMNS = 8  # of a thread block in score.cu's project
+FETCH_WARPS = 4
+FETCH_ENTRIES = 8  # chosen units that a warp of fetch.cu looks at
+
+COUNTER_BYTES = 1 << 16
+"""The start of a workspace, which belongs to kernels that need zeros."""
+
+KEPT_KEYS = 24576
+"""Blocks of which select keeps the keys in shared memory, 96 KiB."""
+
+
+def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
+    """The query times the matrix, then that times the codes."""
+    codes, group = work.codes, work.codes.group
+    index, heads = work.code_index, group.kv_heads
+    count = index.shape[0]
+    if not count:
+        return
+    _, _, tokens, rank = codes.codes.shape
+    address = contiguous_address(codes.codes, 2, "codes")
+    matrix = matrix_address(device, stream, codes.matrix)
+    chunk = {"CHUNK": 8 if rank % 8 == 0 and (address | matrix) % 16 == 0 else 1}
+    params = struct.pack(
+        "<QqqQQQQQqiiiiiifi",
+        work.queries.address,
+        *work.queries.strides,
+        matrix,
+        device.workspace(stream, COUNTER_BYTES + 4 * group.q_heads * rank) + COUNTER_BYTES,
+        address,
+        # The same for all layers, and for as many steps as a block has tokens.
+        index.address if isinstance(index, Tensor) else device.keep(stream, "code index", index),
+        work.scores.address,
+        row_items(work.scores, 4, "scores"),
+        count,
+        heads,
+        group.q_heads,
+        tokens,
+        rank,
+        group.head_dim,
+        group.logit_scale,
+        0,
+    )
+    block = Grid(THREADS)
+    device.launch(stream, "project", chunk, Grid(-(-rank // COLUMNS)), block, 0, params)
+    in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
+    most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
+    grid = Grid(min(most, -(-count // in_turn)), heads)
+    device.launch(stream, "score", chunk, grid, block, 0, params)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
+    """A thread block a KV head."""
+    heads, blocks = work.scores.shape
+    count, places = work.chosen.shape[1], work.cache.slots.shape[1]
+    table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
+    most = device.shared_bytes_limit - SELECT_STATIC_BYTES
+    keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
+    keys = 0
+    if keep_keys:
+        shared_bytes += 4 * blocks
+    else:
+        keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
+    if shared_bytes > most:
+        raise ArgumentError(
+            f"select: {blocks} blocks and {places} cache slots a head need {shared_bytes} bytes of "
+            f"shared memory; this GPU has {most}: take fewer slots a head"
+        )
+    last = (work.last_chosen, work.last_mass)
+    listed = [
+        (work.scores, 4, "scores"),
+        *((t, 4, "last") for t in last if t is not None),
+        (work.cache.slots, 4, "cache.slots"),
+        (work.cache.owner, 4, "cache.owner"),
+        (work.cache.mass, 4, "cache.mass"),
+        (work.cache.used, 4, "cache.used"),
+        (work.chosen, 4, "chosen"),
+        (work.chosen_slots, 4, "chosen_slots"),
+        (work.missing, 1, "missing"),
+    ]
+    strides = [row_items(*item) for item in listed]
+    if len(listed) == 8:  # nothing of an earlier step
+        strides[1:1] = [0, 0]
+    cache = work.cache
+    few_pinned = [] if isinstance(work.pinned, Tensor) else work.pinned[:INLINE_PINNED].tolist()
+    params = struct.pack(
+        f"<14Q11q8if{INLINE_PINNED}ii",
+        *(t.address for t in (work.scores, cache.slots, cache.owner, cache.mass, cache.used)),
+        *_pinned_and_step(device, stream, work),
+        *(0 if t is None else t.address for t in last),
+        *(t.address for t in (work.chosen, work.chosen_slots, work.missing, work.left_out)),
+        keys,
+        *strides[:3],
+        work.left_out.strides[0] // 4,
+        *strides[3:],
+        blocks,
+        count,
+        work.pinned.shape[0],
+        0 if work.last_chosen is None else work.last_chosen.shape[1],
+        places,
+        0 if isinstance(work.step, Tensor) else work.step,
+        table,
+        sort,
+        work.decay,
+        *few_pinned,
+        *[0] * (INLINE_PINNED - len(few_pinned)),
+        0,
+    )
+    device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
+
+
+def _pinned_and_step(device: Launcher, stream: Stream, work: SelectWork) -> tuple[int, int]:
+    """Addresses of pinned blocks, 0 where they travel with the parameters, and of steps."""
+    pinned, step = work.pinned, work.step
+    if isinstance(pinned, Tensor):
+        address = pinned.address
+    else:
+        few = len(pinned) <= INLINE_PINNED
+        address = 0 if few else device.upload(stream, pinned, direct=True)
+    return address, contiguous_address(step, 4, "step") if isinstance(step, Tensor) else 0
+
+
+def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
+    """Thread blocks that list, one a head, then thread blocks whose warps copy units."""
+    heads, count = work.chosen.shape
+    if not heads:
+        return
+    chunk = chunk_of(*pool_numbers(work.units, work.blocks))
+    tables = (
+        *(work.chosen, work.chosen_slots, work.missing, work.cache.slots, work.cache.owner),
+        *(work.tail_slots, work.slots, work.positions, work.absent),
+    )
+    params = struct.pack(
+        "<14Q11q6i",
+        work.units.memory.address,
+        work.blocks.memory.address,
+        *(table.address for table in tables),
+        work.host_slots.address,
+        work.tail_positions.address,
+        contiguous_address(work.absent_count, 4, "absent_count"),
+        *(table.strides[0] // (1 if table is work.missing else 4) for table in tables),
+        work.units.unit_bytes,
+        work.blocks.block_bytes,
+        heads,
+        count,
+        work.tail_slots.shape[1],
+        work.cache.slots.shape[1],
+        0,
+        0,
+    )
+    copying = -(-heads * count // (FETCH_WARPS * FETCH_ENTRIES))
+    block = Grid(FETCH_WARPS * WARP)
+    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params)

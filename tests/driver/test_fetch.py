@@ -1,0 +1,363 @@
+"""A top-k step that the device decides alone: score, select and fetch by what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hsswap.config import LayerGroup
+from hsswap.driver.host import HostDevice
+from hsswap.driver.operations import (
+    AttendWork,
+    AttentionState,
+    FetchWork,
+    FinalizeWork,
+    ProjectionCodes,
+    ScoreWork,
+    SelectWork,
+    UnitCache,
+)
+from hsswap.driver.tensor import Tensor
+from hsswap.errors import ArgumentError, DeviceError
+from tests.driver import oracle
+from tests.driver.rig import I32, NAN_CODE, Rig, random_codes
+
+GONE = -9
+
+
+class Fetched:
+    """A random fetch, and by plain loops what it must do."""
+
+    def __init__(self, rig: Rig, seed: int, *, absent: float = 0.3) -> None:
+        rng = np.random.default_rng(seed)
+        heads, size = int(rng.integers(1, 5)), 1 << int(rng.integers(0, 5))
+        dims = [8 * int(n) for n in rng.integers(1, 20, 2)]
+        aux = int(rng.choice([0, 10]))
+        group = LayerGroup(1, heads, heads, dims[0], dims[1], aux_bytes=aux)
+        count, places, tail = (int(n) for n in rng.integers((0, 0, 0), (300, 40, 4)))
+        places += count
+        blocks = count + int(rng.integers(0, 50))
+        self.units = rig.units(group, size, heads * (places + tail) + 3, 0xA5)
+        self.blocks = rig.blocks(group, size, blocks + 2)
+        content = self.blocks.memory.array()
+        content[...] = rng.integers(0, 256, content.shape, np.uint8)
+        order = rng.permutation(len(self.units.memory.array())).astype(np.int32)
+        self.cache_slots = order[: heads * places].reshape(heads, places)
+        tail_slots = order[heads * places :][: heads * tail].reshape(heads, tail)
+        self.owner = np.full((heads, places), -1, np.int32)
+        chosen = np.zeros((heads, count), np.int32)
+        slots = np.zeros_like(chosen)
+        for h in range(heads):
+            chosen[h] = np.sort(rng.permutation(blocks)[:count])
+            at = rng.permutation(places)[:count]
+            slots[h] = self.cache_slots[h, at]
+            self.owner[h, at] = chosen[h]
+        self.missing = (rng.random(chosen.shape) < 0.4).astype(np.uint8)
+        host_slots = rng.permutation(blocks + 2)[:blocks].astype(np.int32)
+        host_slots[rng.random(blocks) < absent] = -1
+        self.host_slots, self.chosen, self.chosen_slots = host_slots, chosen, slots
+        self.tail_slots = tail_slots
+        self.tail_positions = rng.integers(0, 1000, tail).astype(np.int32)
+        zeros = np.zeros((heads, places), np.float32)
+        listed = np.full((heads, count + tail), GONE, np.int32)
+        tensor = rig.tensor
+        self.work = FetchWork(
+            units=self.units,
+            blocks=self.blocks,
+            chosen=tensor(chosen),
+            chosen_slots=tensor(slots),
+            missing=tensor(self.missing),
+            cache=UnitCache(
+                tensor(self.cache_slots), tensor(self.owner), tensor(zeros), tensor(zeros).row(0)
+            ),
+            host_slots=tensor(host_slots),
+            tail_slots=tensor(tail_slots),
+            tail_positions=tensor(self.tail_positions),
+            slots=tensor(listed),
+            positions=tensor(listed),
+            absent=tensor(np.full_like(chosen, GONE)),
+            absent_count=tensor(np.full(heads, GONE, np.int32)),
+        )
+
+    def check(self) -> None:
+        """Compare with the loops."""
+        heads, count = self.chosen.shape
+        size = self.units.unit_bytes
+        wanted = np.full(self.units.memory.shape, 0xA5, np.uint8)
+        owner = self.owner.copy()
+        work = self.work
+        for h in range(heads):
+            absent = []
+            for n in range(count):
+                block, slot = int(self.chosen[h, n]), int(self.chosen_slots[h, n])
+                away = int(self.host_slots[block])
+                assert work.positions.array()[h, n] == block
+                lost = bool(self.missing[h, n]) and away < 0
+                assert work.slots.array()[h, n] == (-1 if lost else slot)
+                if lost:
+                    absent.append(block)
+                    owner[h, self.cache_slots[h].tolist().index(slot)] = -1
+                elif self.missing[h, n]:
+                    wanted[slot] = self.blocks.memory.array()[away, h * size : (h + 1) * size]
+            assert work.absent_count.array()[h] == len(absent)
+            assert work.absent.array()[h, : len(absent)].tolist() == absent
+            assert (work.absent.array()[h, len(absent) :] == GONE).all()
+            assert (work.slots.array()[h, count:] == self.tail_slots[h]).all()
+            assert (work.positions.array()[h, count:] == self.tail_positions).all()
+        assert (work.cache.owner.array() == owner).all()
+        assert (self.units.memory.array() == wanted).all()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_fetch(rig: Rig, seed: int) -> None:
+    fetched = Fetched(rig, seed, absent=[0.3, 0.0, 1.0][seed % 3])
+    rig.device.fetch(rig.stream, fetched.work)
+    rig.stream.synchronize()
+    fetched.check()
+
+
+def test_fetch_refuses_what_does_not_fit(rig: Rig) -> None:
+    work = Fetched(rig, 1).work
+    heads, count = work.chosen.shape
+    short = rig.tensor(np.zeros((heads, count), np.int32))
+    apart = Tensor(short.address, short.shape, (4, 8), "i32", short.on_device, short)
+    wrong: list[tuple[str, dict[str, Tensor]]] = [
+        ("slots has shape", {"slots": short}),
+        ("chosen_slots must be contiguous", {"chosen_slots": apart}),
+        ("missing has dtype i32", {"missing": short}),
+        ("host_slots must be a Tensor with 1 axes", {"host_slots": short}),
+        ("absent_count has shape", {"absent_count": rig.tensor(np.zeros(heads + 1, np.int32))}),
+    ]
+    for message, changes in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            rig.device.fetch(rig.stream, replace(work, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["chosen", "chosen_slots", "host_slots"])
+def test_the_host_checks_what_fetch_reads(name: str) -> None:
+    with HostDevice() as device, Rig(device) as rig:
+        work = Fetched(rig, 2).work
+        getattr(work, name).array()[...] = 1 << 20
+        device.fetch(rig.stream, work)
+        with pytest.raises(DeviceError, match=f"{name}, held by the device"):
+            rig.stream.synchronize()
+
+
+class TopK:
+    """A sequence of ``blocks`` full blocks and one being filled, with codes and a unit cache."""
+
+    def __init__(self, rig: Rig, blocks: int, k: int, room: int) -> None:
+        """``room``: blocks that the tables can hold."""
+        rng = np.random.default_rng(blocks)
+        self.group = group = LayerGroup(1, 8, 2, 64)
+        heads, size, tensor = 2, 16, rig.tensor
+        self.rig, self.blocks, self.k = rig, blocks, k
+        self.keys = random_codes(rng, (blocks * size + 7, heads, 64))
+        self.values = random_codes(rng, (blocks * size + 7, heads, 64))
+        places = 2 * k
+        self.pool = rig.units(group, size, heads * (places + 1), 0x7F)
+        self.host = rig.blocks(group, size, room + 1)
+        unit = self.pool.unit_bytes
+        order = rng.permutation(room + 1)[:room].astype(np.int32)
+        memory = self.host.memory.array()
+        for b in range(blocks):
+            for h in range(heads):
+                rows = slice(b * size, (b + 1) * size)
+                both = np.concatenate((self.keys[rows, h].ravel(), self.values[rows, h].ravel()))
+                memory[order[b], h * unit : (h + 1) * unit] = both.view(np.uint8)
+        self.tail = np.array([[heads * places], [heads * places + 1]], np.int32)
+        rest = self.pool.memory.array().view(np.uint16)
+        for h in range(heads):
+            for start, source in ((0, self.keys), (size * 64, self.values)):
+                flat = source[blocks * size :, h].ravel()
+                rest[self.tail[h, 0], start : start + len(flat)] = flat
+        self.host_slots = np.where(np.arange(room) < blocks, order, -1).astype(np.int32)
+        index = np.where(np.arange(room) < blocks, np.arange(room), -1).astype(np.int32)
+        codes = tensor(random_codes(rng, (room, heads, size, 8)))
+        self.codes = ProjectionCodes(codes, tensor(random_codes(rng, (64, 8))), group)
+        self.slots = np.arange(heads * places, dtype=np.int32).reshape(heads, places)
+        count = k + 1
+        mass = np.zeros((1, heads, count + 1), np.float32)
+        self.mass = tensor(mass)
+        self.queries = tensor(np.zeros((1, 1, 8, 64), np.uint16))
+        chosen = tensor(np.full((heads, count), -1, np.int32))
+        self.cache = UnitCache(
+            tensor(self.slots),
+            *(tensor(np.zeros((heads, places), t)) for t in (np.int32, np.float32, np.int32)),
+        )
+        last_mass = Tensor(
+            self.mass.address, (heads, count), (4 * count + 4, 4), "f32", False, self.mass
+        )
+        self.score = ScoreWork(
+            self.codes,
+            Tensor(self.queries.address, (8, 64), (128, 2), "bf16", False, self.queries),
+            tensor(index),
+            tensor(np.zeros((heads, room), np.float32)),
+        )
+        self.select = SelectWork(
+            scores=self.score.scores,
+            k=k,
+            pinned=tensor(np.array([0], np.int32)),
+            cache=self.cache,
+            step=tensor(np.zeros(heads, np.int32)),
+            decay=0.9,
+            last_chosen=chosen,
+            last_mass=last_mass,
+            chosen=chosen,
+            chosen_slots=tensor(np.zeros((heads, count), np.int32)),
+            missing=tensor(np.zeros((heads, count), np.uint8)),
+            left_out=tensor(np.zeros(heads, np.float32)),
+        )
+        self.fetch = FetchWork(
+            units=self.pool,
+            blocks=self.host,
+            chosen=chosen,
+            chosen_slots=self.select.chosen_slots,
+            missing=self.select.missing,
+            cache=self.cache,
+            host_slots=tensor(self.host_slots),
+            tail_slots=tensor(self.tail),
+            tail_positions=tensor(np.array([blocks], np.int32)),
+            slots=tensor(np.zeros((heads, count + 1), np.int32)),
+            positions=tensor(np.zeros((heads, count + 1), np.int32)),
+            absent=tensor(np.zeros((heads, count), np.int32)),
+            absent_count=tensor(np.zeros(heads, np.int32)),
+        )
+        zeros = np.zeros((1, 1, 8, 64), np.float32)
+        state = AttentionState(tensor(zeros[..., 0]), tensor(zeros[..., 0]), tensor(zeros))
+        self.out = tensor(np.full((1, 1, 8, 64), NAN_CODE, np.uint16))
+        block_lse = tensor(np.zeros((1, 1, 8, count + 1), np.float32))
+        self.attend = AttendWork(
+            queries=self.queries,
+            lengths=tensor(np.array([len(self.keys)], np.int32)),
+            units=self.pool,
+            slots=self.fetch.slots.as_batch(),
+            first_block=0,
+            positions=self.fetch.positions.as_batch(),
+            span_blocks=64,
+            state=state,
+            begin=True,
+            block_lse=block_lse,
+        )
+        self.finalize = FinalizeWork(state, self.out, block_lse=block_lse, block_mass=self.mass)
+
+    def enqueue(self) -> None:
+        """One step, with no decision of the host."""
+        device, stream = self.rig.device, self.rig.stream
+        device.score(stream, self.score)
+        device.select(stream, self.select)
+        device.fetch(stream, self.fetch)
+        device.attend(stream, self.attend)
+        device.finalize(stream, self.finalize)
+
+    def wanted(self, queries: NDArray[np.uint16], attended: list[list[int]]) -> NDArray[np.float64]:
+        """Attention of the blocks of each head, and of the rows behind the last full one."""
+        out = np.zeros((8, 64))
+        heads = oracle.Heads(4, self.group.logit_scale)
+        for h, blocks in enumerate(attended):
+            rows = [r for b in blocks for r in range(16 * b, 16 * b + 16)]
+            rows += range(16 * self.blocks, len(self.keys))
+            part = slice(4 * h, 4 * h + 4)
+            keys, values = self.keys[rows, h : h + 1], self.values[rows, h : h + 1]
+            reference = oracle.attend(queries[0, :, part], keys, values, len(rows), heads)
+            out[part] = reference.exact[0]
+        return out
+
+
+def plain_choice(step: TopK) -> list[list[int]]:
+    """Pinned and best blocks of each head by the scores that the step left."""
+    chosen = []
+    for row in step.score.scores.array()[:, : step.blocks].tolist():
+        best = sorted(range(1, step.blocks), key=lambda b: (-row[b], b))
+        chosen.append(sorted([0, *best[: step.k]]))
+    return chosen
+
+
+def test_a_captured_top_k_step(rig: Rig) -> None:
+    """Replayed with changing queries and tables; the cache turns over, and some blocks are lost."""
+    step = TopK(rig, blocks=30, k=6, room=37)
+    rng = np.random.default_rng(3)
+    with rig.stream.capture() as graph:
+        step.enqueue()
+    table = step.fetch.host_slots.array()
+    lost_before: list[set[int]] = [set(), set()]
+    came: list[set[int]] = [set(), set()]
+    misses = 0
+    with graph:
+        for turn in range(25):
+            queries = random_codes(rng, (1, 1, 8, 64), scale=2.0)
+            step.queries.array()[...] = queries
+            table[...] = step.host_slots
+            if turn % 5 == 3:
+                table[rng.permutation(30)[:12]] = -1
+            graph.launch(rig.stream)
+            rig.stream.synchronize()
+            chosen = plain_choice(step)
+            assert step.select.chosen.array().tolist() == chosen
+            assert (step.score.scores.array()[:, 30:] == -np.inf).all()
+            missing = step.select.missing.array() != 0
+            misses += int(missing.sum())
+            attended = []
+            for h in range(2):
+                pairs = list(zip(chosen[h], missing[h].tolist(), strict=True))
+                absent = [b for b, m in pairs if m and table[b] < 0]
+                assert step.fetch.absent_count.array()[h] == len(absent)
+                attended.append([b for b in chosen[h] if b not in absent])
+                for b, m in pairs:
+                    # What was lost is missing the next time: no unit is trusted that never came.
+                    assert not (b in lost_before[h] and not m)
+                    assert m or b in came[h]
+                came[h] |= set(attended[h])
+                lost_before[h] = (lost_before[h] - set(attended[h])) | set(absent)
+            wanted = step.wanted(queries, attended)
+            error = oracle.relative_error(oracle.decode(step.out.array()[0, 0]), wanted)
+            assert error <= oracle.FACTOR * oracle.FLOOR * 2
+            share = step.mass.array()[0].sum(1)
+            np.testing.assert_allclose(share, 1, rtol=1e-5)
+    assert (step.select.step.array() == 25).all()  # type: ignore[union-attr]
+    assert 30 < misses < 25 * 14
+
+
+def test_what_the_device_holds_ranks_and_chooses_the_same(rig: Rig) -> None:
+    """Scores, choices, victims and masses, as with lists of the host."""
+    held, given = TopK(rig, 20, 5, 26), TopK(rig, 20, 5, 26)
+    rng = np.random.default_rng(4)
+    heads = 2
+    for turn in range(12):
+        queries = random_codes(rng, (1, 1, 8, 64))
+        pinned = np.sort(rng.permutation(20)[:2]).astype(np.int32)
+        scores = rig.tensor(np.zeros((heads, 20), np.float32))
+        mass = rng.random((heads, 7)).astype(np.float32)
+        device, stream = rig.device, rig.stream
+        for step in (held, given):
+            step.queries.array()[...] = queries
+        device.score(stream, held.score)
+        index = np.arange(20, dtype=np.int32)
+        device.score(stream, replace(given.score, code_index=index, scores=scores))
+        results: list[list[I32]] = []
+        for step in (held, given):
+            lists = [np.zeros((heads, 7), np.int32), np.zeros((heads, 7), np.int32)]
+            wide = pinned if step is given else np.append(pinned, np.int32(-1)).astype(np.int32)
+            work = replace(
+                step.select,
+                scores=scores if step is given else held.score.scores,
+                k=5 if step is given else 4,
+                pinned=wide if step is given else rig.tensor(wide),
+                step=turn if step is given else held.select.step,
+                last_mass=rig.tensor(mass),
+                last_chosen=rig.tensor(np.broadcast_to(np.arange(7, dtype=np.int32), (heads, 7))),
+                chosen=rig.tensor(lists[0]),
+                chosen_slots=rig.tensor(lists[1]),
+                missing=rig.tensor(np.zeros((heads, 7), np.uint8)),
+            )
+            device.select(stream, work)
+            stream.synchronize()
+            read = (work.chosen, work.chosen_slots, work.missing, work.left_out)
+            kept = (step.cache.owner, step.cache.mass, step.cache.used)
+            results.append([t.array().copy() for t in (*read, *kept)])
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(held.score.scores.array()[:, :20], scores.array())
