@@ -18,6 +18,10 @@ from hsswap.prefetch import Blocks, Loaded
 from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
 
+NOTHING = np.empty(0, np.intp)
+"""No block: most often there is none missing, or nothing else would fit the device."""
+
+
 @dataclass(slots=True)
 class LayerCache:
     """One layer of one sequence: its length and where its blocks are on the device.
@@ -51,7 +55,10 @@ class LayerCache:
 
     def missing(self, tile: Tile, indices: I64) -> tuple[NDArray[np.intp], Blocks]:
         """Positions in a tile whose blocks are not in device slots, and these blocks."""
-        positions = np.flatnonzero(self.device_slot[tile.start : tile.stop] < 0)
+        is_missing = self.device_slot[tile.start : tile.stop] < 0
+        if not is_missing.any():
+            return NOTHING, Blocks(self.pool, self.layer, NOTHING)
+        positions = np.flatnonzero(is_missing)
         return positions, Blocks(self.pool, self.layer, indices[tile.start + positions])
 
 
@@ -100,9 +107,7 @@ class ExactPass:
         span = device.span_tokens(cache.length)
         self.tile_tokens = tile_tokens_for(span, tile_tokens)
         self._span_blocks = span // cache.pool.block_size
-        first = cache.first_visible(queries.shape[1])
-        tiles = tiles_of(first, cache.length, cache.pool.block_size, self.tile_tokens)
-        self._tiles = self._merged(tiles)
+        self._tiles = self._make_tiles(cache.first_visible(queries.shape[1]))
         self.next_tile = 0
         self.device_hits = 0
         self.unread: I32 | None = None
@@ -118,17 +123,23 @@ class ExactPass:
         """Whether every tile has been enqueued."""
         return self.next_tile == len(self._tiles)
 
-    def _merged(self, tiles: list[Tile]) -> list[Tile]:
-        """Neighbouring tiles in one launch, as long as what is missing fits a ring region.
+    def _make_tiles(self, first_token: int) -> list[Tile]:
+        """The tiles, neighbouring ones in one launch as long as what is missing fits a ring region.
 
         Spans stay the same, and so does every bit; a launch and its hand-overs cost 0.1 ms here.
         """
-        room = self.tile_tokens // self._cache.pool.block_size
-        table = self._cache.device_slot
+        cache, size = self._cache, self._cache.pool.block_size
+        room = self.tile_tokens // size
+        start, stop = first_token // self.tile_tokens * room, -(-cache.length // size)
+        is_missing = cache.device_slot[start:stop] < 0
+        if np.count_nonzero(is_missing) <= room:  # in steps that do not grow with the length
+            return [Tile(start, stop)]
+        tiles = tiles_of(first_token, cache.length, size, self.tile_tokens)
         merged: list[Tile] = []
         missing = 0
-        for tile in tiles:
-            more = int((table[tile.start : tile.stop] < 0).sum())
+        starts = [tile.start - start for tile in tiles]
+        counts = np.add.reduceat(is_missing, starts, dtype=np.intp).tolist()
+        for tile, more in zip(tiles, counts, strict=True):
             if merged and missing + more <= room:
                 merged[-1] = Tile(merged[-1].start, tile.stop)
                 missing += more
