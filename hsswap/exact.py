@@ -17,7 +17,6 @@ from hsswap.pools import GroupPool, RingRegion
 from hsswap.prefetch import Blocks, Loaded
 from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
-
 NOTHING = np.empty(0, np.intp)
 """No block: most often there is none missing, or nothing else would fit the device."""
 
