@@ -75,5 +75,9 @@ class VerifyError(HsswapError):
     """An attention output differed from the float64 reference by more than the promise allows."""
 
 
+class BadDraft(HsswapError):
+    """A drafter wrote too few drafts, or tokens outside the vocabulary. What was made is right."""
+
+
 class ModelError(HsswapError):
     """A model file is unreadable, truncated, or of a kind that is not supported."""

@@ -1,0 +1,33 @@
+"""ROUND-STREAM: speculative decoding, M rounds ahead of the host (:mod:`hsswap.rounds.stream`)."""
+
+from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
+from hsswap.rounds.contracts import Admission, Drafter, Target
+from hsswap.rounds.drafters import NgramDrafter
+from hsswap.rounds.lengths import (
+    LayerLengths,
+    PointerTable,
+    kv_len_ptr_table,
+    kv_len_ptr_table_range,
+)
+from hsswap.rounds.round import RoundOptions
+from hsswap.rounds.stream import Acceptance, Burst, End, RoundStream
+
+__all__ = [
+    "Acceptance",
+    "Admission",
+    "Burst",
+    "Drafter",
+    "Drained",
+    "End",
+    "LayerLengths",
+    "NgramDrafter",
+    "PointerTable",
+    "Published",
+    "RoundOptions",
+    "RoundStream",
+    "SequenceStart",
+    "StreamBufs",
+    "Target",
+    "kv_len_ptr_table",
+    "kv_len_ptr_table_range",
+]

@@ -1,0 +1,81 @@
+"""What a round stream needs of a model and of a drafter.
+
+Both *enqueue*: they return at once, and their work reads device memory when it runs, behind what
+was enqueued before. So a round can be enqueued, or captured into a graph, before the one in front
+of it has run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hsswap.driver.base import Stream
+from hsswap.driver.tensor import Tensor
+from hsswap.rounds.buffers import StreamBufs
+from hsswap.rounds.lengths import LayerLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How many rounds, 1 or more, may be under way before the host sees results of one, and where
+    that is fewer than asked for, why.
+    """
+
+    rounds: int
+    why: str = ""
+
+
+class Target(ABC):
+    """The model that decides, for a batch of sequences with their K and V.
+
+    ``vocab_size``; ``logits`` float32 ``[batch, k + 1, vocab_size]``, for the one k that it is made
+    for; ``hidden`` ``[batch, k + 1, width]`` float32 or BF16, the states that a drafter may
+    be seeded with, or None; ``lengths``: what rollbacks must move beside the position, or None.
+    """
+
+    vocab_size: int
+    logits: Tensor
+    hidden: Tensor | None = None
+    lengths: LayerLengths | None = None
+
+    @abstractmethod
+    def verify(self, stream: Stream, bufs: StreamBufs) -> None:
+        """Enqueue a pass over ``bufs.vtok`` ``[batch, k + 1]``, row r at ``pos_start + r``.
+
+        Row r of ``logits`` (and of ``hidden``) is what follows it; its K and V replace whatever is
+        at its position. Row r must come out the same, bit for bit, as from a plain step with the
+        same tokens before it. Rows from ``brk[0] + brk[1]`` on are filler: nothing is read of what
+        they lead to, and their positions may lie behind the sequence's end.
+        """
+
+    @abstractmethod
+    async def admit(self, rounds: int, k: int, ends: Sequence[int]) -> Admission:
+        """Make room for the K and V of ``rounds`` rounds under way; how many of them may be.
+
+        They count from what was settled last. ``ends``: of each sequence, the position that none of
+        them will pass. Raises what the cache raises when there is no room for one round.
+        """
+
+    @abstractmethod
+    async def settle(self, positions: Sequence[int]) -> None:
+        """A burst has drained: K and V in front of ``positions`` are final. They may be written
+        behind; later rounds may be under way.
+        """
+
+
+class Drafter(ABC):
+    """Who guesses what the target will say."""
+
+    @abstractmethod
+    def draft(self, stream: Stream, bufs: StreamBufs) -> None:
+        """Enqueue ``bufs.k`` drafts into ``bufs.drafts`` (:class:`PackWork` says how).
+
+        Readable meanwhile: ``pend``, ``pos_ctr``, ``history``. A draft of NO_TOKEN ends them early;
+        a slot that is not written is an error that halts the sequence.
+        """
+
+    def seed(self) -> Tensor | None:
+        """Where the target's hidden state at the last committed row goes, ``[batch, width]``."""
+        return None

@@ -1,0 +1,111 @@
+"""One round, as work to enqueue: draft, assemble, verify, choose, accept and commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hsswap.driver.base import Closeable, Device, Stream
+from hsswap.driver.round_operations import (
+    AcceptWork,
+    AdaptWork,
+    ArgmaxWork,
+    AssembleWork,
+    CommitWork,
+    CopyWork,
+    RollbackWork,
+    RoundEndWork,
+    SeedWork,
+)
+from hsswap.errors import ArgumentError
+from hsswap.rounds.buffers import StreamBufs
+from hsswap.rounds.contracts import Drafter, Target
+from hsswap.rounds.lengths import PointerTable, kv_len_ptr_table
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOptions:
+    """``p_min``: drafts end before one of less probability (0: never); with ``p_min_first`` also
+    before the first, so that a round may draft nothing. ``adapt_from``: a round drafts one more
+    than the last one accepted, and at least so many; None: always k.
+    """
+
+    p_min: float = 0.0
+    p_min_first: bool = False
+    adapt_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.p_min <= 1.0:
+            raise ArgumentError(f"p_min is {self.p_min}; 0 to 1 is possible")
+        if self.adapt_from is not None and self.adapt_from < 1:
+            raise ArgumentError(f"adapt_from is {self.adapt_from}; 1 and more, or None")
+
+
+class Round(Closeable):
+    """The launches of a round over buffers that never move, so that they can be captured once."""
+
+    def __init__(
+        self,
+        device: Device,
+        bufs: StreamBufs,
+        target: Target,
+        drafter: Drafter,
+        options: RoundOptions,
+    ) -> None:
+        rows = (bufs.batch, bufs.k + 1, target.vocab_size)
+        if target.logits.shape != rows:
+            raise ArgumentError(
+                f"the target's logits are {target.logits.shape}; a batch of {bufs.batch} with "
+                f"{bufs.k} drafts needs {rows}"
+            )
+        seed = drafter.seed()
+        if seed is not None and target.hidden is None:
+            raise ArgumentError("the drafter wants hidden states, and the target gives none")
+        self._kernels, self._bufs = device.round_kernels(), bufs
+        self._target, self._drafter = target, drafter
+        if target.lengths is None:
+            addresses = bufs.pos_ctr.address + 4 * np.arange(bufs.batch, dtype=np.int64)
+            self._table = PointerTable(device, addresses[:, None])
+        else:
+            self._table = kv_len_ptr_table(device, target.lengths, bufs.pos_ctr)
+        rules = bufs.rules(target.vocab_size)
+        self._start = CopyWork(bufs.pos_ctr, bufs.pos_start)
+        self._assemble = AssembleWork(
+            *(bufs.drafts, bufs.pend, bufs.vtok, bufs.brk, rules, bufs.pos_start),
+            p_min=options.p_min,
+            p_min_first=options.p_min_first,
+            depth=bufs.depth,
+            capacity=bufs.capacity,
+        )
+        self._choose = ArgmaxWork(target.logits, bufs.preds)
+        self._end = RoundEndWork(
+            AcceptWork(
+                *(bufs.preds, bufs.vtok, bufs.last_pred, bufs.brk, bufs.acc, rules, bufs.ring),
+                tally=bufs.tally,
+            ),
+            RollbackWork(self._table.pointers, bufs.pos_start, bufs.acc, bufs.brk),
+            CommitWork(
+                *(bufs.vtok, bufs.acc, bufs.brk, bufs.ring, bufs.pend, bufs.flags),
+                *(bufs.pos_start, bufs.history),
+            ),
+            seed=None
+            if seed is None or target.hidden is None
+            else SeedWork(target.hidden, seed, bufs.acc, bufs.brk, seed),
+            adapt=None
+            if options.adapt_from is None
+            else AdaptWork(bufs.acc, bufs.depth, options.adapt_from, bufs.k),
+        )
+
+    def enqueue(self, stream: Stream) -> None:
+        """All launches of one round, behind what the stream has."""
+        self._kernels.copy_add(stream, self._start)
+        self._drafter.draft(stream, self._bufs)
+        self._kernels.spec_assemble_verify(stream, self._assemble)
+        self._target.verify(stream, self._bufs)
+        self._kernels.argmax(stream, self._choose)
+        self._kernels.spec_round_end(stream, self._end)
+
+    def close(self) -> None:
+        """Free the table of lengths. Work on it must have ended. Twice is fine."""
+        self._table.close()

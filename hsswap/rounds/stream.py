@@ -1,0 +1,349 @@
+"""ROUND-STREAM: M rounds of speculative decoding issued ahead, drained once.
+
+``async for`` gives tokens as bursts drain, while the next burst is already under way: the device
+never waits for the host, and the host sees values once a burst.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from hsswap.driver.base import Device, Stream
+from hsswap.driver.round_operations import RoundFlag
+from hsswap.errors import ArgumentError, BadDraft, ClosedError, HsswapError, ModelError
+from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
+from hsswap.rounds.contracts import Drafter, Target
+from hsswap.rounds.pacing import Progress, furthest, rounds_to_issue
+from hsswap.rounds.round import Round, RoundOptions
+
+T = TypeVar("T")
+
+
+class End(Enum):
+    """Why a sequence makes no more tokens."""
+
+    STOPPED = "its last token is a stop token"
+    LENGTH = "its capacity is reached"
+    FAILED = "its drafter or its model failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What one burst made. Of each sequence: ``tokens`` in order, ``ended`` (None: it goes on) and
+    ``errors`` (None: none). ``rounds`` that it had; ``why`` they were fewer than asked for, or "".
+    """
+
+    tokens: list[list[int]]
+    ended: list[End | None]
+    errors: list[HsswapError | None]
+    rounds: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Since the start, over all sequences: rounds (of one sequence each), drafts verified, drafts
+    accepted, and tokens made.
+    """
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens made: one a round, and one more for each accepted draft."""
+        return self.rounds + self.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    published: Published
+    rounds: int
+    why: str
+
+
+class _Each(AsyncIterator[T], Generic[T]):
+    """Calls ``following`` until it gives None. It has no state that breaking off could lose."""
+
+    def __init__(self, following: Callable[[], Awaitable[T | None]]) -> None:
+        self._following = following
+
+    async def __anext__(self) -> T:
+        item = await self._following()
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+
+class RoundStream:
+    """Speculative decoding of ``batch`` sequences, ``rounds`` rounds of ``k`` drafts a burst.
+
+    Give it a target and a drafter of ``device``, :meth:`start` it, and iterate :meth:`tokens` (a
+    batch of one) or :meth:`bursts`. Breaking off, or being cancelled, loses nothing: what is under
+    way ends by itself, and the next iteration goes on behind it. Close it, or leave its ``async
+    with``, before the target.
+
+    ``history_tokens``: the longest a sequence gets, prompt included. ``stops``: stop tokens at
+    most. ``stream``: where the work goes (None: a stream of its own).
+
+    Raises ArgumentError for sizes under 1 and a target that does not fit; DeviceError.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        target: Target,
+        drafter: Drafter,
+        *,
+        k: int,
+        rounds: int,
+        history_tokens: int,
+        batch: int = 1,
+        stops: int = 8,
+        options: RoundOptions | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        self._target = target
+        self._bufs = StreamBufs(
+            device, k, rounds, batch=batch, history_tokens=history_tokens, stops=stops
+        )
+        self._owned: list[StreamBufs | Round | Stream] = [self._bufs]
+        try:
+            self._round = Round(device, self._bufs, target, drafter, options or RoundOptions())
+            self._owned.append(self._round)
+            self._stream = stream or device.stream()
+            if stream is None:
+                self._owned.append(self._stream)
+        except BaseException:
+            self._free()
+            raise
+        self._starts: Sequence[SequenceStart] = ()
+        self._positions: list[int] = []
+        self._ended: list[End | None] = []
+        self._under_way: deque[_UnderWay] = deque()
+        self._undelivered: deque[Burst] = deque()
+        self._drained: Drained | None = None
+        self._failure: BaseException | None = None
+        self._tokens: deque[int] = deque()
+        self._error: HsswapError | None = None
+        self._waiting = False
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each sequence, the tokens whose K and V are final, as last drained."""
+        return list(self._positions)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How drafts fared, as last drained."""
+        if self._drained is None:
+            return Acceptance(0, 0, 0)
+        return Acceptance(*self._drained.tally.sum(axis=0, dtype=int).tolist())
+
+    async def start(
+        self, sequences: Sequence[SequenceStart], stop_tokens: Sequence[int] = ()
+    ) -> None:
+        """Begin with new sequences, one for each place of the batch.
+
+        The target must hold each one's K and V. Raises ArgumentError, and nothing is changed, for
+        lists of the wrong size, a capacity under the tokens that are there, and while bursts are
+        under way.
+        """
+        self._check_open()
+        if self._under_way or self._waiting:
+            raise ArgumentError("start() while bursts are under way; iterate to the end, or close")
+        room = self._bufs.history.shape[1]
+        for sequence in sequences:
+            if not len(sequence.tokens) <= sequence.capacity < room:
+                raise ArgumentError(
+                    f"a capacity of {sequence.capacity} for a sequence of {len(sequence.tokens)} "
+                    f"tokens; it must be as many or more, and under history_tokens ({room})"
+                )
+        await self._bufs.start(self._stream, sequences, stop_tokens)
+        self._starts = list(sequences)
+        self._positions = [len(sequence.tokens) for sequence in sequences]
+        self._ended = [
+            # Without a pending token there is one to make: the model's choice behind the last.
+            End.LENGTH if s.pending is not None and len(s.tokens) >= s.capacity else None
+            for s in sequences
+        ]
+        self._drained, self._failure, self._error = None, None, None
+        self._undelivered.clear()
+        self._tokens.clear()
+
+    def tokens(self) -> AsyncIterator[int]:
+        """The tokens of a batch of one, in order, without the pending one that it started with.
+
+        Ends behind a stop token and at the capacity. Raises BadDraft or ModelError behind the
+        tokens that were right, and what :meth:`bursts` raises.
+        """
+        if self._bufs.batch != 1:
+            raise ArgumentError(f"tokens() of a batch of {self._bufs.batch}; use bursts()")
+        return _Each(self._next_token)
+
+    def bursts(self) -> AsyncIterator[Burst]:
+        """What bursts make, as they drain; ends when every sequence has ended.
+
+        Raises DeviceError when a launch failed, and what the target raises for want of room.
+        """
+        return _Each(self._next_burst)
+
+    async def _next_token(self) -> int | None:
+        while not self._tokens:
+            if self._error is not None:
+                raise self._error
+            burst = await self._next_burst()
+            if burst is None:
+                return None
+            self._tokens.extend(burst.tokens[0])
+            self._error = burst.errors[0]
+        return self._tokens.popleft()
+
+    async def _next_burst(self) -> Burst | None:
+        self._check_open()
+        if self._waiting:
+            raise ArgumentError("two tasks iterate one round stream; let one of them do it")
+        if self._failure is not None:
+            raise self._failure
+        self._waiting = True
+        try:
+            if not self._undelivered:
+                if not self._under_way and not await self._issue():
+                    return None
+                await self._issue()
+                await self._drain()
+            return self._undelivered.popleft()
+        finally:
+            self._waiting = False
+
+    async def close(self) -> None:
+        """Wait for what is under way and free everything. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        ended = asyncio.ensure_future(self._end_quietly())
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            await asyncio.wait([ended])  # memory is freed only when nothing runs on it
+            raise
+        finally:
+            self._free()
+
+    async def _end_quietly(self) -> None:
+        for burst in self._under_way:
+            try:
+                await burst.published.event.wait()
+            except HsswapError:  # it has ended, and nobody asks for its result any more
+                continue
+
+    async def _issue(self) -> bool:
+        """Enqueue one more burst, if there is use for it and room. Whether one was."""
+        under_way = sum(burst.rounds for burst in self._under_way)
+        running = [s for s, ended in enumerate(self._ended) if ended is None]
+        wanted = rounds_to_issue(
+            [self._progress(s) for s in running], under_way, self._bufs.m_rounds
+        )
+        if not wanted or len(self._under_way) > 1:
+            return False
+        ends = [
+            furthest(position, under_way + wanted, self._bufs.k, start.capacity)
+            for position, start in zip(self._positions, self._starts, strict=True)
+        ]
+        admission = await self._target.admit(under_way + wanted, self._bufs.k, ends)
+        rounds = min(wanted, admission.rounds - under_way)
+        if rounds < wanted and under_way:
+            return False  # the host must see what is under way first
+        self._bufs.begin(self._stream)
+        for _ in range(rounds):
+            self._round.enqueue(self._stream)
+        self._under_way.append(_UnderWay(self._bufs.publish(self._stream), rounds, admission.why))
+        return True
+
+    async def _drain(self) -> None:
+        """Take in the oldest burst. Cancelled while waiting, it stays the oldest."""
+        burst = self._under_way[0]
+        try:
+            drained = await self._bufs.drain_ring(burst.published)
+        except HsswapError as error:
+            self._failure = error
+            raise
+        self._under_way.popleft()
+        self._drained, self._positions = drained, drained.positions
+        errors = [_error(flags, s) for s, flags in enumerate(drained.flags)]
+        fresh = [ended is None for ended in self._ended]
+        self._ended = [
+            _end(flags, start.capacity - position)
+            for flags, position, start in zip(
+                drained.flags, drained.positions, self._starts, strict=True
+            )
+        ]
+        self._undelivered.append(
+            Burst(
+                drained.tokens,
+                list(self._ended),
+                [error if new else None for error, new in zip(errors, fresh, strict=True)],
+                burst.rounds,
+                burst.why,
+            )
+        )
+        await self._target.settle(drained.positions)
+
+    def _progress(self, s: int) -> Progress:
+        start = self._starts[s]
+        rounds, accepted = 0, 0
+        if self._drained is not None:
+            rounds, _, accepted = self._drained.tally[s].tolist()
+        return Progress(start.capacity - self._positions[s], rounds, rounds + accepted)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the round stream is closed; make a new one")
+
+    def _free(self) -> None:
+        for resource in reversed(self._owned):
+            resource.close()
+
+
+def _end(flags: int, left: int) -> End | None:
+    if flags & (RoundFlag.BAD_TOKEN | RoundFlag.BAD_DRAFT | RoundFlag.OVERFLOW):
+        return End.FAILED
+    if flags & RoundFlag.STOPPED:
+        return End.STOPPED
+    return End.LENGTH if left <= 0 else None
+
+
+def _error(flags: int, s: int) -> HsswapError | None:
+    """What a sequence's flags mean for who uses it."""
+    if flags & RoundFlag.BAD_TOKEN:
+        return ModelError(
+            f"sequence {s}: the model's next token is outside its vocabulary, or its logits are "
+            "NaN; the tokens before it are right"
+        )
+    if flags & RoundFlag.BAD_DRAFT:
+        return BadDraft(
+            f"sequence {s}: the drafter wrote fewer than k drafts, or a token outside the "
+            "vocabulary; the tokens so far are right, go on from them with another drafter"
+        )
+    if flags & RoundFlag.OVERFLOW:
+        return ArgumentError(f"sequence {s}: the ring has less room than a burst can need")
+    return None

@@ -1,0 +1,161 @@
+"""A round stream gives what plain greedy decoding gives, whoever drafts and however many rounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hsswap.rounds import End, RoundOptions, SequenceStart
+from tests.rounds.models import greedy
+from tests.rounds.opened import VOCAB, opened
+
+DRAFTERS = ("perfect", "adversarial", "random", "often", "short", "ngram")
+OPTIONS = (
+    RoundOptions(),
+    RoundOptions(p_min=0.5),
+    RoundOptions(p_min=0.7, p_min_first=True),
+    RoundOptions(adapt_from=1),
+    RoundOptions(p_min=0.4, adapt_from=2),
+)
+
+
+async def decode(
+    prompts: list[list[int]],
+    counts: list[int],
+    drafter: str,
+    *,
+    k: int,
+    rounds: int,
+    options: RoundOptions,
+    stops: Sequence[int] = (),
+    with_pending: bool = True,
+    seed: int = 0,
+) -> list[list[int]]:
+    """All tokens of each sequence, with the invariants of every burst checked on the way."""
+    room = max(len(p) + c for p, c in zip(prompts, counts, strict=True))
+    async with opened(
+        prompts, drafter, k=k, rounds=rounds, room=room, options=options, seed=seed
+    ) as (stream, target):
+        first = [greedy(prompt, 1, VOCAB)[0] for prompt in prompts]
+        await stream.start(
+            [
+                SequenceStart(
+                    prompt, token if with_pending else None, len(prompt) + count, last_pred=token
+                )
+                for prompt, token, count in zip(prompts, first, counts, strict=True)
+            ],
+            stops,
+        )
+        made: list[list[int]] = [[] for _ in prompts]
+        async for burst in stream.bursts():
+            assert 1 <= burst.rounds <= rounds
+            assert burst.errors == [None] * len(prompts)
+            for s, tokens in enumerate(burst.tokens):
+                made[s] += tokens
+                assert len(tokens) <= burst.rounds * (k + 1)
+                if burst.ended[s] is None:
+                    assert len(tokens) >= burst.rounds
+                base_tokens = len(made[s]) - (0 if with_pending else 1)
+                assert stream.positions[s] == len(prompts[s]) + base_tokens
+        acceptance = stream.acceptance
+        assert acceptance.tokens == sum(map(len, made))
+        assert acceptance.accepted <= acceptance.drafted <= acceptance.rounds * k
+        assert target.settled[-1] == stream.positions
+    return [[f, *m] for f, m in zip(first, made, strict=True)] if with_pending else made
+
+
+async def check(seed: int, k: int, rounds: int, drafter: str, options: RoundOptions) -> None:
+    """One random batch."""
+    rng = np.random.default_rng(seed)
+    batch = int(rng.integers(1, 4))
+    prompts = [rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist() for _ in range(batch)]
+    counts = rng.integers(1, 40, batch).tolist()
+    stops = rng.choice(VOCAB, int(rng.integers(0, 3)), replace=False).tolist()
+    with_pending = bool(rng.random() < 0.7)
+    made = await decode(
+        prompts,
+        counts,
+        drafter,
+        k=k,
+        rounds=rounds,
+        options=options,
+        stops=stops,
+        with_pending=with_pending,
+        seed=seed,
+    )
+    for prompt, count, tokens in zip(prompts, counts, made, strict=True):
+        expected = greedy(prompt, count + 1, VOCAB, stops)
+        # A pending token that is a stop token is its owner's to see: he would not go on.
+        if with_pending and expected[-1] in stops and len(expected) == 1:
+            continue
+        assert tokens == expected
+
+
+GRID = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 4, 8)))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+async def test_stream_equals_greedy(drafter: str) -> None:
+    """A corner of the grid, every drafter."""
+    for seed, (k, rounds) in enumerate(((1, 1), (1, 8), (3, 2), (8, 4), (5, 8))):
+        options = OPTIONS[seed % len(OPTIONS)]
+        await check(seed, k, rounds, drafter, options)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drafter", DRAFTERS)
+async def test_whole_grid(drafter: str) -> None:
+    """500 seeds over all K, M and options."""
+    for seed in range(500):
+        k, rounds = GRID[seed % len(GRID)]
+        await check(seed, k, rounds, drafter, OPTIONS[seed % len(OPTIONS)])
+
+
+async def test_long_run() -> None:
+    """600 tokens of four sequences."""
+    prompts = [[1], [2, 2], [3, 4, 5], [6] * 9]
+    made = await decode(prompts, [600] * 4, "often", k=4, rounds=4, options=RoundOptions())
+    assert made == [greedy(prompt, 601, VOCAB) for prompt in prompts]
+
+
+async def test_a_perfect_drafter_takes_fewest_rounds() -> None:
+    """K + 1 tokens a round, and bursts that shrink to what is left."""
+    async with opened([[1, 2]], "perfect", k=3, rounds=4, room=50) as (stream, target):
+        await stream.start([SequenceStart([1, 2], greedy([1, 2], 1, VOCAB)[0], 2 + 41)])
+        tokens = [token async for token in stream.tokens()]
+        assert tokens == greedy([1, 2], 42, VOCAB)[1:]
+        assert stream.acceptance.rounds == 11  # ten of four tokens, one of what is left
+        assert stream.acceptance.accepted == 30
+        assert max(map(max, target.admitted)) == 43  # never more room than the capacity
+
+
+async def test_depth_follows_acceptance() -> None:
+    """Drafts that are never right are soon fewer; right ones are all verified."""
+    for drafter, depth in (("adversarial", 2), ("perfect", 6)):
+        options = RoundOptions(adapt_from=2)
+        async with opened([[1]], drafter, k=6, rounds=4, room=99, options=options) as (stream, _):
+            await stream.start([SequenceStart([1], greedy([1], 1, VOCAB)[0], 85)])
+            assert len([token async for token in stream.tokens()]) == 84
+            done = stream.acceptance
+            whole = 6 + (done.rounds - 1) * depth
+            assert whole - 2 * depth <= done.drafted <= whole  # the last rounds are cut
+
+
+async def test_ends_are_told() -> None:
+    """A stop token, the capacity, and a sequence that goes on meanwhile."""
+    prompts = [[1], [2]]
+    stop = greedy([1], 9, VOCAB)[-1]
+    lengths = [len(greedy(p, 30, VOCAB, [stop])) for p in prompts]
+    async with opened(prompts, "often", k=2, rounds=2, room=40) as (stream, _):
+        firsts = [greedy(p, 1, VOCAB)[0] for p in prompts]
+        await stream.start(
+            [SequenceStart(p, f, 30) for p, f in zip(prompts, firsts, strict=True)], [stop]
+        )
+        ended: list[End | None] = []
+        async for burst in stream.bursts():
+            ended = burst.ended
+        expected = [End.STOPPED if n < 30 else End.LENGTH for n in lengths]
+        assert ended == expected
