@@ -17,14 +17,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.bench.lag import LoopLag
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.errors import HsswapError
 from hsswap.io import BlockStore
 from hsswap.io.base import Operation, Priority
 
 READER_SOURCE = Path(__file__).resolve().parents[2] / "bench" / "reader.c"
-LAG_PERIOD_S = 0.001
 BLOCK_TOKENS = 16
+DRAWN = 1 << 16
+"""Places drawn before they are used."""
 
 
 class BenchError(HsswapError):
@@ -145,7 +147,9 @@ class StoreArm:
         self._rows = len(filled.indices) // depth
         if not self._rows:
             raise BenchError(f"depth {depth} needs more than {len(filled.indices)} blocks of data")
-        self._rng = np.random.default_rng(2)
+        # Drawn before, because a reader in C spends nothing on it; taken in turn.
+        self._drawn = np.random.default_rng(2).integers(0, self._rows, max(DRAWN, depth))
+        self._next = 0
         self._operations = self._in_flight = 0
         self._deadline = 0.0
         self._idle: list[NDArray[np.int64]] = []
@@ -155,19 +159,19 @@ class StoreArm:
         """Work that long, then let what is in flight end."""
         self._end = asyncio.get_running_loop().create_future()
         self._operations, self._in_flight = 0, self._depth
-        lags: list[float] = []
-        watch = asyncio.ensure_future(_watch(lags))
-        await asyncio.sleep(0)
-        wall, processor = time.perf_counter(), time.process_time()
-        self._deadline = wall + seconds
-        self._ask(np.arange(self._depth))
-        await self._end
-        wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        watch.cancel()
-        return Slice(self._operations, wall, processor, lags)
+        with LoopLag() as watch:
+            wall, processor = time.perf_counter(), time.process_time()
+            self._deadline = wall + seconds
+            self._ask(np.arange(self._depth))
+            await self._end
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        return Slice(self._operations, wall, processor, watch.lags)
 
     def _ask(self, slots: NDArray[np.int64]) -> None:
-        rows = self._rng.integers(0, self._rows, len(slots))
+        if self._next + len(slots) > len(self._drawn):
+            self._next = 0
+        rows = self._drawn[self._next : self._next + len(slots)]
+        self._next += len(slots)
         self._call(
             0,
             self._filled.indices[rows * self._depth + slots],
@@ -202,14 +206,6 @@ class StoreArm:
 
     async def close(self) -> None:
         """Nothing to give back."""
-
-
-async def _watch(lags: list[float]) -> None:
-    """Measure how late the loop comes to a timer."""
-    while True:
-        begin = time.perf_counter()
-        await asyncio.sleep(LAG_PERIOD_S)
-        lags.append(time.perf_counter() - begin - LAG_PERIOD_S)
 
 
 def compile_reader(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.io.runs import BlockRun
+from hsswap.io.runs import BlockRun, indices_of
 
 
 class StoredBlocks(NamedTuple):
@@ -36,13 +36,14 @@ class Contents:
         self.lengths = np.zeros(shape, np.uint16)
         self.codes_versions = np.zeros(shape, np.uint32)
 
-    def record(self, run: BlockRun) -> None:
-        """A write succeeded."""
-        place = run.layer, run.blocks
-        self.checksums[place] = run.crcs
-        self.lengths[place] = run.lengths
-        self.codes_versions[place] = run.codes_version
-        self.written[place] = run.generations
+    def record(self, runs: list[BlockRun]) -> None:
+        """Writes of one layer succeeded."""
+        layer, indices = runs[0].layer, indices_of(runs)
+        self.checksums[layer, indices] = np.concatenate([run.crcs for run in runs])
+        self.lengths[layer, indices] = np.concatenate([run.lengths for run in runs])
+        versions = [run.codes_version for run in runs]
+        self.codes_versions[layer, indices] = np.repeat(versions, [run.count for run in runs])
+        self.written[layer, indices] = np.concatenate([run.generations for run in runs])
 
     def forget(self, run: BlockRun) -> None:
         """A write failed: old bytes, new ones or both are there."""

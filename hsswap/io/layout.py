@@ -118,6 +118,8 @@ def plan_runs(
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         steps = ordered[1:] - ordered[:-1]
+    if longest == 1 or np.minimum.reduce(steps) > 1:  # no neighbours: a third of the cost
+        return Runs(order, np.arange(count + 1))
     breaks = (steps != 1) | (ordered[1:] % SEGMENT_IDS == 0)
     starts = np.concatenate((_BEGIN, breaks.nonzero()[0] + 1))
     bounds = np.concatenate((starts, np.array([count])))

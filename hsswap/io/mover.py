@@ -101,10 +101,13 @@ class RunMover:
 
         ``indices``: of all their blocks, in the order of the runs.
         """
+        if not runs:
+            return
         self.counters.in_flight += len(indices)
-        reading = len(runs) > 0 and runs[0].operation is Operation.READ
-        if reading and self._order.admit_reads(runs[0].layer, indices):
-            crcs = self._contents.checksums[runs[0].layer, indices]
+        layer, reading = runs[0].layer, runs[0].operation is Operation.READ
+        ticket = 0 if reading else self.tickets.take(len(indices))
+        if reading and self._order.admit_reads(layer, indices):
+            crcs = self._contents.checksums[layer, indices]
             begin = 0
             for run in runs:
                 end = begin + len(run.positions)
@@ -112,10 +115,14 @@ class RunMover:
                 begin = end
                 if self.segments.enter(run):
                     self._ready.append(run)
+        elif not reading and self._journal is None and self._order.admit_writes(layer, indices):
+            for run in runs:
+                run.ticket = ticket
+                if self.segments.enter(run):
+                    self._ready.append(run)
         else:
             for run in runs:
-                if not reading:
-                    run.ticket = self.tickets.take(run.count)
+                run.ticket = ticket
                 if self._order.admit(run):
                     self._start(run)
         self._pump()
@@ -142,7 +149,7 @@ class RunMover:
 
     def _settle(self) -> None:
         """End the runs that came back. The backend calls it after it delivered some."""
-        good_reads: dict[int, list[BlockRun]] = {}
+        good: dict[tuple[Operation, int], list[BlockRun]] = {}
         try:
             while self._done:
                 run, error = self._done.popleft()
@@ -154,13 +161,13 @@ class RunMover:
                 self.segments.leave(run)
                 if error is not None:
                     self._fail(run, error)
-                elif run.operation is Operation.READ and run.bad is None:
-                    good_reads.setdefault(run.layer, []).append(run)
+                elif run.bad is None:
+                    good.setdefault((run.operation, run.layer), []).append(run)
                 else:
-                    self._succeed(run)
+                    self._partly_bad(run, run.bad)
         finally:  # also when KeyboardInterrupt or SystemExit came through a report
-            for runs in good_reads.values():
-                self._succeed_reads(runs)
+            for (operation, _), runs in good.items():
+                self._succeed(operation, runs)
             self._drain_reports()
             if self._done:
                 self._loop.call_soon(self._settle)
@@ -258,20 +265,29 @@ class RunMover:
 
     # On the way out. State first, reports last: a report may call the store again.
 
-    def _succeed_reads(self, runs: list[BlockRun]) -> None:
-        """:meth:`_succeed` for reads of one layer without a fault: one report for each caller."""
-        if not self._order.release_reads(runs):
+    def _succeed(self, operation: Operation, runs: list[BlockRun]) -> None:
+        """Runs of one layer without a fault: one report for each caller."""
+        if operation is Operation.WRITE:
+            self._written(runs)
+        if not self._order.release_many(operation, runs):
             for run in runs:
                 self._woken.extend(self._order.release(run))
         for notify, group in itertools.groupby(runs, attrgetter("notify")):
             parts = [run.positions for run in group]
             positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self.counters.blocks[Operation.READ] += len(positions)
-            self.counters.nbytes[Operation.READ] += len(positions) * runs[0].span_bytes
+            self.counters.blocks[operation] += len(positions)
+            self.counters.nbytes[operation] += len(positions) * runs[0].span_bytes
             self._reports.append((notify, positions))
 
+    def _written(self, runs: list[BlockRun]) -> None:
+        self._contents.record(runs)
+        for run in runs:
+            if self._journal is not None:
+                self._journal.written(run)
+            self.tickets.give_back(run.ticket, len(run.positions))
+
     def _drain_reports(self) -> None:
-        """Tell the callers of reads that succeeded."""
+        """Tell the callers of runs that succeeded."""
         try:
             while self._reports:
                 self._report(*self._reports.popleft(), None)
@@ -279,24 +295,16 @@ class RunMover:
             if self._reports:
                 self._loop.call_soon(self._drain_reports)
 
-    def _succeed(self, run: BlockRun) -> None:
-        good = run.positions
-        bad: list[int] = []
-        if run.operation is Operation.WRITE:
-            self._contents.record(run)
-            if self._journal is not None:
-                self._journal.written(run)
-            self.tickets.give_back(run.ticket, run.count)
-        elif run.bad is not None:
-            bad = np.flatnonzero(run.bad).tolist()
-            good = good[~run.bad]
-            self.counters.checksum_failures += len(bad)
+    def _partly_bad(self, run: BlockRun, bad: NDArray[np.bool_]) -> None:
+        """A read whose blocks did not all come back as they were written."""
+        good = run.positions[~bad]
+        self.counters.checksum_failures += len(bad) - len(good)
         self.counters.blocks[run.operation] += len(good)
         self.counters.nbytes[run.operation] += len(good) * run.span_bytes
         self._woken.extend(self._order.release(run))
         if len(good):
             self._report(run.notify, good, None)
-        for number in bad:
+        for number in np.flatnonzero(bad).tolist():
             self.on_corrupt(run.first + number)
             error = CorruptBlock(
                 f"{run.block_name(number)} came back from {run.file.path} with other bytes than "

@@ -103,19 +103,35 @@ class BlockRun(Transfer):
 
 def fill_checksums(run: BlockRun) -> None:
     """The prepare hook: checksums of what is about to be written."""
+    if len(run.positions) == 1:
+        view = block_view(run.addresses.item(), run.span_bytes)
+        run.crcs = np.array([crc32(view, run.seeds.item())], np.uint32)
+        return
     run.crcs = crc32_of_blocks(block_views(run.addresses, run.span_bytes), run.seeds.tolist())
 
 
 def compare_checksums(run: BlockRun) -> None:
     """The verify hook: find the blocks that came back as others than were written."""
     if len(run.positions) == 1:  # a quarter of the cost; random reads are full of them
-        found = [crc32(block_view(run.addresses.item(), run.span_bytes), run.seeds.item())]
-    else:
-        # Lists, because most runs are too short for arrays to pay.
-        views = block_views(run.addresses, run.span_bytes)
-        found = list(crc32_each(views, run.seeds.tolist()))
+        view = block_view(run.addresses.item(), run.span_bytes)
+        if crc32(view, run.seeds.item()) != run.crcs.item():
+            run.bad = np.ones(1, np.bool_)
+        return
+    # Lists, because most runs are too short for arrays to pay.
+    views = block_views(run.addresses, run.span_bytes)
+    found = list(crc32_each(views, run.seeds.tolist()))
     if found != run.crcs.tolist():
         run.bad = np.array(found, np.uint32) != run.crcs
+
+
+def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:
+    """The indices of the blocks of many runs, run by run."""
+    firsts: NDArray[np.int64] = np.array([run.first for run in runs])
+    counts = np.array([len(run.positions) for run in runs])
+    ends = np.add.accumulate(counts)
+    if ends[-1] == len(runs):
+        return firsts
+    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])
 
 
 def error_of_block(error: HsswapError, run: BlockRun, number: int) -> HsswapError:
@@ -175,18 +191,26 @@ class BlockOrder:
         np.add.at(holders, indices, _ONE)
         return True
 
-    def release_reads(self, runs: list[BlockRun]) -> bool:
-        """:meth:`release` of many reads of a layer at once. False: somebody waits; release each."""
+    def admit_writes(self, layer: int, indices: NDArray[np.int64]) -> bool:
+        """:meth:`admit` for all writes of a call at once. False: some must wait; admit each."""
+        holders = self._holders[layer]
+        if self._waiting or np.logical_or.reduce(holders[indices]):
+            return False
+        np.subtract.at(holders, indices, _ONE)
+        if np.minimum.reduce(holders[indices]) < -1:  # a block is given twice
+            holders[indices] = 0
+            return False
+        return True
+
+    def release_many(self, operation: Operation, runs: list[BlockRun]) -> bool:
+        """:meth:`release` of many runs of a layer at once. False: somebody waits; release each."""
         if self._waiting:
             return False
         holders = self._holders[runs[0].layer]
-        singles = [run.first for run in runs if len(run.positions) == 1]
-        if singles:
-            np.subtract.at(holders, np.array(singles), _ONE)
-        if len(singles) < len(runs):
-            for run in runs:
-                if len(run.positions) > 1:
-                    holders[run.first : run.first + len(run.positions)] -= 1
+        if operation is Operation.WRITE:
+            holders[indices_of(runs)] = 0
+        else:
+            np.subtract.at(holders, indices_of(runs), _ONE)
         return True
 
     def release(self, run: BlockRun) -> list[BlockRun]:

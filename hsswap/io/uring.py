@@ -53,8 +53,11 @@ INLINE_BYTES = 1 << 20
 waits for the next turn, after whatever else the loop has to do. A thread for them costs more than
 it takes away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer
 transfers, and hooks that are not ``quick``, do go to a thread."""
-TURN_TRANSFERS = 16
-"""Ended in one turn at most, as each costs its callers some 10 us; timers are late by a turn."""
+TURN_TRANSFERS = 8
+TURN_BYTES = 1 << 20
+"""Ended, and started, in one turn at most: the rest waits for the next, behind whatever else the
+loop has to do. A transfer costs 10 to 20 us with what its caller does, and a drive that is given
+new work early, in small portions, is idle for less time than one that waits for a long turn."""
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -88,9 +91,11 @@ class UringIO(BlockIO):
         self._started_bytes = [0 for _ in Priority]
         self._ended: deque[tuple[Transfer, HsswapError | None, int]] = deque()
         self._moved: deque[tuple[Transfer, HsswapError | None]] = deque()
-        self._turn_due = False
+        self._next_turn: asyncio.Handle | None = None
         self._in_turn = False  # what is submitted meanwhile starts at its end
-        self._inline_bytes = 0
+        # Of this turn, until the next begins.
+        self._inline_bytes = self._turn_starts = self._turn_bytes = 0
+        self._retry: asyncio.Handle | None = None
         self._retries = 0
         self._in_flight = 0
         self._calls_done = {Operation.READ: 0, Operation.WRITE: 0}
@@ -150,7 +155,7 @@ class UringIO(BlockIO):
                 f"io 'uring' cannot be used here: {error.strerror}; use 'posix' or 'auto'"
             ) from error
         self._queue = DriveQueue(ring, self.alignment)
-        self._loop.add_reader(ring.event, self._turn)
+        self._loop.add_reader(ring.event, self._on_event)
         event = ring.event
         self._hooks = HookThread("hsswap-uring-hooks", lambda: os.eventfd_write(event, 1))
 
@@ -228,13 +233,20 @@ class UringIO(BlockIO):
             if self._ended:  # a deadline had passed, or a hook failed: told later
                 self._turn_soon()
 
+    def _on_event(self) -> None:
+        """Something has ended. When a turn is due anyway, that one will find it: two turns in a row
+        would keep others waiting for twice as long.
+        """
+        if self._next_turn is None:
+            self._turn()
+
     def _turn(self) -> None:
-        """Reap, run hooks, start what waits, tell. Called by the loop, on the ring's event too."""
+        """Reap, run hooks, start what waits, tell."""
         if self._queue is None or self._hooks is None or self._queue.ring.is_closed:
             return  # a turn that was due when closing ended
         self._in_turn = True
-        self._turn_due = False
-        self._inline_bytes = 0
+        self._next_turn = None
+        self._inline_bytes = self._turn_starts = self._turn_bytes = 0
         try:
             self._moved.extend(self._queue.reap())
             self._verify_moved()
@@ -258,9 +270,8 @@ class UringIO(BlockIO):
 
     def _turn_soon(self) -> None:
         assert self._loop is not None
-        if not self._turn_due:
-            self._turn_due = True
-            self._loop.call_soon(self._turn)
+        if self._next_turn is None:
+            self._next_turn = self._loop.call_soon(self._turn)
 
     def _verify_moved(self) -> None:
         """Run the hooks of what the drive is done with, as many as this turn may."""
@@ -291,6 +302,8 @@ class UringIO(BlockIO):
         """Start what waits, best priority first, and give the drive what is ready for it."""
         assert self._queue is not None
         assert self._hooks is not None
+        if not (prepared or self._queue.ring.pending or any(self._waiting)):
+            return
         ready, long = list(prepared), []
         for queue in self._waiting:
             while queue:
@@ -298,12 +311,19 @@ class UringIO(BlockIO):
                 priority, nbytes = transfer.priority, transfer.nbytes
                 if not self._fits(priority, nbytes):
                     break
+                if self._turn_starts >= TURN_TRANSFERS or (
+                    self._turn_bytes and self._turn_bytes + nbytes > TURN_BYTES
+                ):
+                    self._turn_soon()
+                    break
                 hook = transfer.prepare is not None and transfer.operation is Operation.WRITE
                 inline = hook and transfer.quick and nbytes <= INLINE_BYTES
                 if inline and self._inline_bytes + nbytes > INLINE_BYTES:
                     self._turn_soon()
                     break
                 queue.popleft()
+                self._turn_starts += 1
+                self._turn_bytes += nbytes
                 self._started += 1
                 self._started_bytes[priority] += nbytes
                 if transfer.deadline is not None and time.monotonic() > transfer.deadline:
@@ -350,7 +370,9 @@ class UringIO(BlockIO):
                     what = f"{transfer.operation.value} of {transfer.file.path}"
                     self._end(transfer, io_error(number, what), transfer.nbytes)
             assert self._loop is not None
-            self._loop.call_later(RETRY_S, self._turn)
+            if self._retry is not None:
+                self._retry.cancel()
+            self._retry = self._loop.call_later(RETRY_S, self._turn)
 
     def _end(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
         """A started transfer is done; it is told at the end of the turn."""
