@@ -2,7 +2,8 @@
 
 Every backend reads (and overwrites) random blocks of a store through the public call, checksums
 included, in turn with a reader in C on the same files, one short slice each, so that whatever else
-happens on the machine meets all alike. A ratio is taken within one turn; of all turns the median
+happens on the machine meets all alike. ``--device`` adds reads that end in the memory of a device,
+and kvikio's where it is installed. A ratio is taken within one turn; of all turns the median
 counts, with the interval that holds it with 95 %. Before that every block is written, read back and
 compared once. The page cache has no part where ``path`` says O_DIRECT.
 """
@@ -15,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,8 +29,12 @@ from hsswap.bench.io_arms import (
     compile_reader,
     run_fio,
 )
+from hsswap.bench.io_device import DeviceArm
 from hsswap.bench.io_kvikio import KvikioArm
+from hsswap.bench.io_turns import compare_turns
 from hsswap.commands.interrupts import Interrupts
+from hsswap.driver import open_device
+from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError
 from hsswap.io import BACKENDS
 from hsswap.io.base import Operation
@@ -48,6 +53,7 @@ class Arm(Protocol):
 
     name: str
     path: str
+    destination: str
 
     async def slice(self, seconds: float) -> Slice:
         """Work that long."""
@@ -64,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="64 KiB at depth 64 alone, short slices")
     add("--plot", type=Path, metavar="F", help="a picture of MB/s and processor time")
     add("--out", type=Path, metavar="F", help="write the object of --json to a file, too")
+    add("--device", metavar="D", help="reads to this device as well: host or cuda:N")
     add("--backends", default="posix,uring", metavar="A,B", help="default: posix,uring")
     add("--blocks", metavar="K,K", help="block sizes in KiB (12,64,256,1024)")
     add("--depths", metavar="N,N", help="blocks in flight (1,8,64)")
@@ -116,6 +123,7 @@ class _Plan:
         self.slice_s = QUICK_SLICE_S if args.quick else SLICE_S
         self.data_bytes = args.data_mib << 20
         self.directory: Path | None = args.dir
+        self.device_name: str | None = args.device
         self.people = sys.stderr if args.json else sys.stdout
 
 
@@ -131,8 +139,12 @@ def _numbers(text: str | None, default: Sequence[int], name: str) -> list[int]:
 async def _measure(plan: _Plan) -> dict[str, Any]:
     """All sizes, one after the other, each with stores of its own."""
     rows: list[Row] = []
+    turns: list[Row] = []
     about = machine()  # the load is that of others, as it was before
-    with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=plan.directory) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=plan.directory) as folder,
+        open_device(plan.device_name) if plan.device_name else nullcontext() as device,
+    ):
         place = Path(folder)
         program = compile_reader(place)
         for kib in plan.blocks_kib:
@@ -145,9 +157,11 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
                     stores.append(await _entered(stack, made))
                 for operation in plan.operations:
                     for depth in plan.depths:
-                        found = await _compare(plan, stores, program, operation, depth)
+                        found = await _compare(plan, stores, program, operation, depth, device)
                         rows.extend(found)
                         _print(plan, found)
+            for name in plan.backends:
+                turns.append(await _turns(plan, name, place / f"turns-{name}-{kib}", block_bytes))
         where = str(plan.directory or Path(tempfile.gettempdir()))
     return {
         "bench": "io",
@@ -156,9 +170,21 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
         "slices": plan.slices,
         "slice_s": plan.slice_s,
         "verified": True,
-        "destination": "host memory",
         "results": rows,
+        "appended_in_turns": turns,
     }
+
+
+async def _turns(plan: _Plan, name: str, place: Path, block_bytes: int) -> Row:
+    row = await compare_turns(name, place, block_bytes, plan.data_bytes, plan.slices, plan.slice_s)
+    median, low, high = row["of_one_alone"]
+    print(
+        f"{name}: {row['sequences']} sequences appended in turns, {row['block_kib']} KiB: "
+        f"{row['mb_per_s']:.0f} MB/s, {median:.2f} [{low:.2f}, {high:.2f}] of one alone",
+        file=plan.people,
+        flush=True,
+    )
+    return row
 
 
 async def _entered(stack: AsyncExitStack, made: FilledStore) -> FilledStore:
@@ -167,41 +193,75 @@ async def _entered(stack: AsyncExitStack, made: FilledStore) -> FilledStore:
 
 
 async def _compare(
-    plan: _Plan, stores: list[FilledStore], program: Path, operation: Operation, depth: int
+    plan: _Plan,
+    stores: list[FilledStore],
+    program: Path,
+    operation: Operation,
+    depth: int,
+    device: Device | None,
 ) -> list[Row]:
     """One size, operation and depth: everybody in turn. The readers use the last store's files."""
     block_bytes = stores[0].store.block_bytes(0)
     files = stores[-1].files()
-    arms: list[Arm] = [StoreArm(filled, operation, depth) for filled in stores]
-    ours = len(arms)
-    found: dict[str, list[Slice]] = {}
+    arms: list[Arm] = []
+    found: dict[tuple[str, str], list[Slice]] = {}
     try:
+        ours = await _add_ours(arms, stores, operation, depth, device)
         for engine in ENGINES:
             arms.append(ReaderArm(program, engine, operation, block_bytes, depth, files))
-        if operation is Operation.READ and (kvikio := KvikioArm.make(files, block_bytes, depth)):
-            arms.append(kvikio)
+        if operation is Operation.READ:
+            for target in (None, device) if device is not None else (None,):
+                if kvikio := KvikioArm.make(files, block_bytes, depth, target):
+                    arms.append(kvikio)
         for arm in arms:  # once for nothing: first uses, and the drive wakes up
             await arm.slice(plan.slice_s)
         for turn in range(plan.slices):
             for arm in arms if turn % 2 else arms[::-1]:
-                found.setdefault(arm.name, []).append(await arm.slice(plan.slice_s))
+                found.setdefault(_key(arm), []).append(await arm.slice(plan.slice_s))
     finally:
         for arm in arms:
             await arm.close()
-    rows = [_row(arm, found[arm.name], operation, block_bytes, depth) for arm in arms]
-    readers = [f"c-{engine}" for engine in ENGINES]
-    best = max(readers, key=lambda name: interval_of_median(_rates(found[name])).median)
+    rows = [_row(arm, found[_key(arm)], operation, block_bytes, depth) for arm in arms]
+    readers = {f"c-{engine}": found[f"c-{engine}", "host"] for engine in ENGINES}
+    best = max(readers, key=lambda name: interval_of_median(_rates(readers[name])).median)
     for row, arm in zip(rows[:ours], arms, strict=False):
-        row["of_reader"] = _ratio(found[arm.name], found[best])
+        mine = found[_key(arm)]
+        row["of_reader"] = _ratio(mine, readers[best])
         row["reader"] = best
-        row |= {f"of_{name}": _ratio(found[arm.name], found[name]) for name in readers}
-        if "kvikio" in found:
-            row["of_kvikio"] = _ratio(found[arm.name], found["kvikio"])
+        row |= {f"of_{name}": _ratio(mine, theirs) for name, theirs in readers.items()}
+        if ("kvikio", arm.destination) in found:
+            row["of_kvikio"] = _ratio(mine, found["kvikio", arm.destination])
     loop = asyncio.get_running_loop()
     fio = await loop.run_in_executor(None, run_fio, files, operation, block_bytes, depth, FIO_S)
     if fio is not None:
-        rows.append(_figures("fio", "O_DIRECT", [fio], operation, block_bytes, depth))
+        rows.append(_figures("fio", "O_DIRECT", "host", [fio], operation, block_bytes, depth))
     return rows
+
+
+async def _add_ours(
+    arms: list[Arm],
+    stores: list[FilledStore],
+    operation: Operation,
+    depth: int,
+    device: Device | None,
+) -> int:
+    """Through the stores, into host memory and, if there is one, a device's. Returns how many."""
+    arms.extend(StoreArm(filled, operation, depth) for filled in stores)
+    if device is not None and operation is Operation.READ:
+        for filled in stores:
+            arm = DeviceArm(filled, depth, device, direct=_is_direct(filled))
+            arms.append(arm)
+            await arm.verify()
+    return len(arms)
+
+
+def _is_direct(filled: FilledStore) -> bool:
+    """Whether the store moves bytes to a device by itself."""
+    return filled.name.startswith("gds")
+
+
+def _key(arm: Arm) -> tuple[str, str]:
+    return arm.name, arm.destination
 
 
 def _rates(slices: list[Slice]) -> list[float]:
@@ -215,11 +275,17 @@ def _ratio(ours: list[Slice], theirs: list[Slice]) -> list[float]:
 
 
 def _row(arm: Arm, slices: list[Slice], operation: Operation, nbytes: int, depth: int) -> Row:
-    return _figures(arm.name, arm.path, slices, operation, nbytes, depth)
+    return _figures(arm.name, arm.path, arm.destination, slices, operation, nbytes, depth)
 
 
 def _figures(
-    name: str, path: str, slices: list[Slice], operation: Operation, block_bytes: int, depth: int
+    name: str,
+    path: str,
+    destination: str,
+    slices: list[Slice],
+    operation: Operation,
+    block_bytes: int,
+    depth: int,
 ) -> Row:
     """What is reported of one arm."""
     rate = interval_of_median([block_bytes * rate / 1e6 for rate in _rates(slices)])
@@ -227,6 +293,7 @@ def _figures(
     row: Row = {
         "arm": name,
         "path": path,
+        "memory": destination,
         "operation": operation.value,
         "block_kib": block_bytes // KIB,
         "depth": depth,
@@ -255,7 +322,8 @@ def _print(plan: _Plan, rows: list[Row]) -> None:
         lags = f"{lag['p50']:6.2f} {lag['p99']:7.2f}" if lag else ""
         ratio = row.get("of_reader")
         of_reader = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""
-        name = f"  {row['arm']} ({row['path']})"
+        where = "" if row["memory"] == "host" else f"to {row['memory']}, "
+        name = f"  {row['arm']} ({where}{row['path']})"
         print(
             f"{name:34}{row['mb_per_s']:8.0f}{row['processor_us_per_block']:10.1f}"
             f"  {lags:14}  {of_reader}",

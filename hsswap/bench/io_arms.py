@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from hsswap.bench.lag import LoopLag
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.errors import HsswapError
 from hsswap.io import BlockStore
-from hsswap.io.base import Operation, Priority
+from hsswap.io.base import BlockChecksums, Operation, Priority
 
 READER_SOURCE = Path(__file__).resolve().parents[2] / "bench" / "reader.c"
 BLOCK_TOKENS = 16
@@ -54,6 +55,8 @@ def dims_of(block_bytes: int) -> ModelDims:
 
 class Memory:
     """Page-aligned blocks, on huge pages where allowed."""
+
+    checksums: BlockChecksums | None = None
 
     def __init__(self, count: int, block_bytes: int) -> None:
         # Private: shared memory has no huge pages by default, and then each block is a list of
@@ -109,8 +112,20 @@ class FilledStore:
         return sorted(place.glob("segment-*.kv")) if place is not None else []
 
 
+class Slots(Protocol):
+    """Memory for blocks. ``checksums``: the device's, where the processor cannot read it."""
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """``[slots]``."""
+
+    @property
+    def checksums(self) -> BlockChecksums | None:
+        """For the store's calls."""
+
+
 async def transfer(
-    store: BlockStore, operation: Operation, indices: NDArray[np.int64], memory: Memory
+    store: BlockStore, operation: Operation, indices: NDArray[np.int64], memory: Slots
 ) -> None:
     """Move blocks and wait. Raises the first error."""
     end = asyncio.get_running_loop().create_future()
@@ -125,7 +140,8 @@ async def transfer(
             end.set_result(None)
 
     call = store.read if operation is Operation.READ else store.write
-    call(0, indices, memory.addresses[: len(indices)], owner=memory, on_done=done)
+    addresses, checksums = memory.addresses[: len(indices)], memory.checksums
+    call(0, indices, addresses, owner=memory, on_done=done, checksums=checksums)
     await end
 
 
@@ -135,14 +151,21 @@ class StoreArm:
     As many as came in one turn of the loop are asked for again in one call, as a scheduler does.
     """
 
-    def __init__(self, filled: FilledStore, operation: Operation, depth: int) -> None:
+    destination = "host"
+
+    def __init__(
+        self,
+        filled: FilledStore,
+        operation: Operation,
+        depth: int,
+        memory: Slots | None = None,
+    ) -> None:
         self.name = filled.name
         self.path = filled.store.path
         self._filled = filled
         self._depth = depth
         self._call = filled.store.read if operation is Operation.READ else filled.store.write
-        block_bytes = filled.store.block_bytes(0)
-        self._memory = Memory(depth, block_bytes)
+        self._memory = memory or Memory(depth, filled.store.block_bytes(0))
         # Slot s moves blocks s, s + depth ...: no block is in flight twice, nor written twice.
         self._rows = len(filled.indices) // depth
         if not self._rows:
@@ -179,6 +202,7 @@ class StoreArm:
             priority=Priority.NEEDED,
             owner=self._memory,
             on_done=partial(self._done, slots),
+            checksums=self._memory.checksums,
         )
 
     def _done(
@@ -227,6 +251,7 @@ class ReaderArm:
     """The reader in C, a process that is told when to run and for how long."""
 
     path = "O_DIRECT"
+    destination = "host"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""kvikio called directly, as a stranger would: reads of the same blocks into host memory."""
+"""kvikio called directly, as a stranger would: reads of the same blocks into the same memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from hsswap.bench.io_arms import Memory, Slice
+from hsswap.driver.base import Buffer, Device
+from hsswap.io.gds_kvikio import DeviceBuffer
 
 THREADS_MAX = 16
 
@@ -23,7 +25,9 @@ class KvikioArm:
 
     name = "kvikio"
 
-    def __init__(self, files: Sequence[Path], block_bytes: int, depth: int) -> None:
+    def __init__(
+        self, files: Sequence[Path], block_bytes: int, depth: int, device: Device | None
+    ) -> None:
         import kvikio
         import kvikio.defaults
 
@@ -38,19 +42,35 @@ class KvikioArm:
         self.path = f"kvikio, compatibility {getattr(direct, 'name', direct)}"
         self._files: list[Any] = [kvikio.CuFile(str(path), "r") for path in files]
         self._blocks = [path.stat().st_size // block_bytes for path in files]
-        self._memory = Memory(depth, block_bytes)
+        self._arena: Buffer | None = None
+        if device is None:
+            self.destination = "host"
+            self._slots: list[Any] = list(Memory(depth, block_bytes).blocks)
+        else:
+            self.destination = f"device {device.name}"
+            self._arena = device.allocate(depth * block_bytes)
+            begins = range(
+                self._arena.address, self._arena.address + depth * block_bytes, block_bytes
+            )
+            self._slots = [DeviceBuffer(address, block_bytes) for address in begins]
+        self._block_bytes = block_bytes
         self._rng = np.random.default_rng(3)
 
     @classmethod
-    def make(cls, files: Sequence[Path], block_bytes: int, depth: int) -> KvikioArm | None:
-        """None where kvikio or the NVIDIA driver is not: it asks the driver at every transfer."""
+    def make(
+        cls, files: Sequence[Path], block_bytes: int, depth: int, device: Device | None = None
+    ) -> KvikioArm | None:
+        """Into host memory, or that of a device.
+
+        None where kvikio or the NVIDIA driver is not: it asks the driver at every transfer.
+        """
         if importlib.util.find_spec("kvikio") is None:
             return None
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             return None
-        return cls(files, block_bytes, depth)
+        return cls(files, block_bytes, depth, device)
 
     async def slice(self, seconds: float) -> Slice:
         """Work that long, in another thread."""
@@ -59,15 +79,15 @@ class KvikioArm:
     def _run(self, seconds: float) -> Slice:
         wall, processor = time.perf_counter(), time.process_time()
         deadline, operations = wall + seconds, 0
-        free, flying = deque(range(len(self._memory.blocks))), deque[tuple[int, Any]]()
-        block_bytes = self._memory.blocks.shape[1]
+        free, flying = deque(range(len(self._slots))), deque[tuple[int, Any]]()
+        block_bytes = self._block_bytes
         while True:
             if free and time.perf_counter() < deadline:
                 slot = free.popleft()
                 number = int(self._rng.integers(0, len(self._files)))
                 offset = int(self._rng.integers(0, self._blocks[number])) * block_bytes
-                block = self._memory.blocks[slot]
-                flying.append((slot, self._files[number].pread(block, block_bytes, offset)))
+                file = self._files[number]
+                flying.append((slot, file.pread(self._slots[slot], block_bytes, offset)))
             elif flying:
                 slot, future = flying.popleft()
                 assert future.get() == block_bytes
@@ -79,6 +99,8 @@ class KvikioArm:
         return Slice(operations, time.perf_counter() - wall, used)
 
     async def close(self) -> None:
-        """Close the files."""
+        """Close the files, and give device memory back."""
         for file in self._files:
             file.close()
+        if self._arena is not None:
+            self._arena.close()

@@ -11,6 +11,8 @@ COLOURS = {
     "posix": "#E69F00",
     "uring": "#0072B2",
     "auto": "#56B4E9",
+    "gds-compat": "#D55E00",
+    "gds": "#F0E442",
     "c-threads": "#999999",
     "c-uring": "#444444",
     "kvikio": "#009E73",
@@ -31,17 +33,20 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     axes = figure.subplots(len(operations), 2, squeeze=False)
     for (left, right), operation in zip(axes, operations, strict=True):
         chosen = [row for row in rows if (row["depth"], row["operation"]) == (depth, operation)]
-        arms = list(dict.fromkeys(row["arm"] for row in chosen))
+        arms = list(dict.fromkeys((row["arm"], row["memory"]) for row in chosen))
         for axis, key, label in (
             (left, "mb_per_s", "MB/s"),
             (right, "processor_us_per_block", "us of processor a block"),
         ):
-            for number, arm in enumerate(arms):
-                values = {row["block_kib"]: row[key] for row in chosen if row["arm"] == arm}
+            for number, (arm, memory) in enumerate(arms):
+                mine = [row for row in chosen if (row["arm"], row["memory"]) == (arm, memory)]
+                values = {row["block_kib"]: row[key] for row in mine}
                 places = [place + number / (len(arms) + 1) for place in range(len(sizes))]
                 heights = [values.get(size, 0) for size in sizes]
                 colour = COLOURS.get(arm, "#000000")
-                axis.bar(places, heights, 1 / (len(arms) + 1), label=arm, color=colour)
+                label, hatch = (arm, "") if memory == "host" else (f"{arm} to {memory}", "//")
+                width = 1 / (len(arms) + 1)
+                axis.bar(places, heights, width, label=label, color=colour, hatch=hatch)
             axis.set_xticks(range(len(sizes)), [f"{size} KiB" for size in sizes])
             axis.set_ylabel(label)
             axis.set_title(f"{operation}, {depth} in flight")

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,22 @@ def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
         if bits & (alignment - 1) or not np.minimum.reduce(joined):
             for transfer in batch:
                 transfer.check(alignment)
+
+
+class BlockChecksums(Protocol):
+    """CRC-32 of blocks in memory that the processor cannot read: a store asks it of device memory.
+
+    This is how a device comes in without this room knowing of any. It is called on the backend's
+    threads, by several at once, and may wait for the device.
+    """
+
+    def __call__(
+        self, addresses: NDArray[np.uint64], nbytes: int, seeds: NDArray[np.uint32]
+    ) -> NDArray[np.uint32]:
+        """``hsswap.checksum.crc32_of_blocks`` of ``nbytes`` bytes at each address.
+
+        Raises HsswapError when the device fails; the blocks then count as not read, or not written.
+        """
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,19 @@ from numpy.typing import NDArray
 
 from hsswap.checksum import identity_seeds
 from hsswap.errors import ArgumentError
-from hsswap.io.base import IOFile, Operation, Priority
+from hsswap.io.base import BlockChecksums, IOFile, Operation, Priority
 from hsswap.io.ids import BlockIds
 from hsswap.io.layout import SegmentLayout, plan_runs
-from hsswap.io.runs import BlockRun, OnBlocksDone, compare_checksums, fill_checksums
+from hsswap.io.runs import (
+    BlockRun,
+    OnBlocksDone,
+    compare_by,
+    compare_checksums,
+    fill_by,
+    fill_checksums,
+)
+
+Hook = Callable[[BlockRun], None]
 
 _NO_FILE = IOFile(Path(), 0)  # until the segment's file is there
 
@@ -31,6 +41,7 @@ class Call(NamedTuple):
     owner: object
     on_done: OnBlocksDone
     deadline: float | None = None
+    checksums: BlockChecksums | None = None
     lengths: NDArray[np.uint16] | None = None
     codes_version: int = 0
 
@@ -74,7 +85,7 @@ class Call(NamedTuple):
         indices, addresses = self.indices[positions], self.addresses[positions]
         generations = ids.generations(indices)
         seeds = identity_seeds(self.layer, indices, generations)
-        writing = self.operation is Operation.WRITE
+        prepare, verify = self._hooks()
         lengths = None if self.lengths is None else self.lengths[positions]
         firsts = indices[bounds[:-1]]
         offsets = layout.offsets(self.layer, firsts).tolist()
@@ -89,11 +100,11 @@ class Call(NamedTuple):
                 block_bytes,
                 self.priority,
                 run_done,
-                fill_checksums if writing else None,
-                None if writing else compare_checksums,
+                prepare,
+                verify,
                 self.deadline,
                 self.owner,
-                True,
+                self.checksums is None,
                 layer=self.layer,
                 first=first,
                 positions=positions[begin:end],
@@ -105,6 +116,12 @@ class Call(NamedTuple):
                 run.lengths, run.codes_version = lengths[begin:end], self.codes_version
             runs.append(run)
         return runs, indices
+
+    def _hooks(self) -> tuple[Hook | None, Hook | None]:
+        """``prepare`` and ``verify`` of its runs."""
+        if self.operation is Operation.WRITE:
+            return (partial(fill_by, self.checksums) if self.checksums else fill_checksums), None
+        return None, (partial(compare_by, self.checksums) if self.checksums else compare_checksums)
 
 
 def check_lengths(lengths: object, count: int, block_size: int) -> NDArray[np.uint16]:

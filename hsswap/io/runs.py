@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hsswap.checksum import crc32, crc32_each, crc32_of_blocks
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
-from hsswap.io.base import Operation, Transfer
+from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
 from hsswap.io.views import block_view, block_views
 
@@ -122,6 +122,18 @@ def compare_checksums(run: BlockRun) -> None:
     found = list(crc32_each(views, run.seeds.tolist()))
     if found != run.crcs.tolist():
         run.bad = np.array(found, np.uint32) != run.crcs
+
+
+def fill_by(checksums: BlockChecksums, run: BlockRun) -> None:
+    """:func:`fill_checksums` of memory that the processor cannot read."""
+    run.crcs = checksums(run.addresses, run.span_bytes, run.seeds)
+
+
+def compare_by(checksums: BlockChecksums, run: BlockRun) -> None:
+    """:func:`compare_checksums` of memory that the processor cannot read."""
+    wrong = checksums(run.addresses, run.span_bytes, run.seeds) != run.crcs
+    if wrong.any():
+        run.bad = wrong
 
 
 def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hsswap.config import ModelDims
 from hsswap.errors import ArgumentError, BlockIOError, ClosedError
-from hsswap.io.base import BlockIO, Operation, Priority
+from hsswap.io.base import BlockChecksums, BlockIO, Operation, Priority
 from hsswap.io.calls import Call, check_codes_version, check_lengths
 from hsswap.io.contents import StoredBlocks
 from hsswap.io.copying import copy_content
@@ -186,13 +186,15 @@ class BlockStore(SeedIds):
         owner: object = None,
         on_done: OnBlocksDone,
         deadline: float | None = None,
+        checksums: BlockChecksums | None = None,
     ) -> None:
         """Read blocks of a layer into memory. Returns at once; on the loop's thread only.
 
         ``indices``: int64 ``[n]``, what ``ids.check`` returned, in any order. ``addresses``: uint64
         ``[n]``, aligned to 4096, ``block_bytes(layer)`` bytes each, which belong to the read until
         reported; ``owner`` is kept alive as long. ``deadline``: ``time.monotonic()`` seconds after
-        which a read that has not begun fails with ETIMEDOUT.
+        which a read that has not begun fails with ETIMEDOUT. ``checksums``: for device memory, on a
+        backend that moves to it; without it the processor reads the blocks to check them.
 
         ``on_done(positions, error)`` is called on the loop, later, for groups of positions in the
         arrays, every position exactly once: those that succeeded together (None), as many runs as
@@ -204,7 +206,9 @@ class BlockStore(SeedIds):
         Raises ArgumentError or ClosedError, and then does nothing.
         """
         self._require_open()
-        call = Call(Operation.READ, layer, indices, addresses, priority, owner, on_done, deadline)
+        call = Call(
+            Operation.READ, layer, indices, addresses, priority, owner, on_done, deadline, checksums
+        )
         call.check(self._layout, self.ids.capacity, self._io.alignment)
         unknown = self._mover.unreadable(layer, indices, self.ids.generations(indices))
         self._begin(call, unknown)
@@ -218,6 +222,7 @@ class BlockStore(SeedIds):
         priority: Priority = Priority.WRITE,
         owner: object = None,
         on_done: OnBlocksDone,
+        checksums: BlockChecksums | None = None,
         lengths: ArrayLike | None = None,
         codes_version: int = 0,
     ) -> None:
@@ -236,7 +241,7 @@ class BlockStore(SeedIds):
         call.check(self._layout, self.ids.capacity, self._io.alignment)
         check_codes_version(codes_version)
         valid = check_lengths(lengths, len(indices), self.dims.block_size)
-        call = call._replace(lengths=valid, codes_version=codes_version)
+        call = call._replace(checksums=checksums, lengths=valid, codes_version=codes_version)
         written = self._contents.written[layer, indices] == self.ids.generations(indices)
         self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices) & written)
 

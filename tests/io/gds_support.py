@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import shutil
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hsswap.errors import HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
@@ -187,3 +190,25 @@ def compatible(threads: int = 1) -> GdsIO:
 def gpudirect(threads: int = 1) -> GdsIO:
     """The backend on GPUDirect, which the stand-ins have."""
     return GdsIO(threads, why_not=lambda directory: [])
+
+
+SETTINGS = ("num_threads", "task_size", "gds_threshold", "auto_direct_io_read", "compat_mode")
+
+
+def settings() -> dict[str, Any]:
+    """What kvikio is set to."""
+    defaults = importlib.import_module("kvikio.defaults")
+    return {name: defaults.get(name) for name in SETTINGS}
+
+
+@contextmanager
+def all_given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
+    """Stand-ins with GPUDirect. All pinned, open, registered or set must be back at the end."""
+    monkeypatch.setenv("FAKE_CUFILE", "gds")
+    monkeypatch.setattr(DevicePages, "memory", DeviceMemory(), raising=False)
+    found, before = Drivers(), settings()
+    yield found
+    assert found.count("live host") == 0
+    for name in ("live files", "live registrations", "early closes", "open"):
+        assert found.cufile(name) == 0, name
+    assert settings() == before

@@ -50,7 +50,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @with_stand_ins
 @pytest.mark.parametrize(
-    ("file", "least"), [("test_gds_conformance.py", 150), ("test_gds_device.py", 30)]
+    ("file", "least"),
+    [("test_gds_conformance.py", 150), ("test_gds_device.py", 25), ("test_gds_paths.py", 8)],
 )
 def test_kvikio_on_stand_ins(file: str, least: int, stand_ins: Path) -> None:
     # Elsewhere than at home: libcufile writes its log where it runs, unless it is told not to.

@@ -9,33 +9,33 @@ import asyncio
 import errno
 import importlib
 import os
-import re
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from hsswap.errors import ArgumentError, BlockIOError
-from hsswap.io import BlockStore, open_backend
+from hsswap.errors import ArgumentError, BlockIOError, CorruptBlock
+from hsswap.io import BlockStore
 from hsswap.io.base import Operation
-from hsswap.io.gds import Compatibility, GdsIO
-from hsswap.io.gds_driver import GdsUnavailable
+from hsswap.io.gds import GdsIO
 from hsswap.io.gds_kvikio import Kvikio
-from hsswap.io.gds_probe import Reason, why_no_gpudirect
 from tests.io.gds_support import (
-    DeviceMemory,
     DevicePages,
     Drivers,
+    all_given_back,
     compatible,
     device_transfer,
     gpudirect,
     missing_here,
+    settings,
     stand_in,
 )
-from tests.io.support import BLOCK, DIMS, PAGE, Pages, fresh, pattern, read, write
+from tests.io.support import BLOCK, DIMS, PAGE, Outcome, Pages, fresh, pattern, read, write
 from tests.io.transfers import ignore, run, transfer
 
 if missing := missing_here():
@@ -47,29 +47,12 @@ pytestmark = [pytest.mark.gds]
 
 COPY = "cuMemcpyBatchAsync_v2"  # kvikio's copy on the driver of CUDA 13
 CUDA_ERROR_LAUNCH_FAILED = 719
-SETTINGS = ("num_threads", "task_size", "gds_threshold", "auto_direct_io_read", "compat_mode")
-
-
-def settings() -> dict[str, Any]:
-    """What kvikio is set to."""
-    defaults = importlib.import_module("kvikio.defaults")
-    return {name: defaults.get(name) for name in SETTINGS}
-
-
-ORIGINAL_SETTINGS = settings()
 
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
-    """Stand-ins with GPUDirect. All pinned, open, registered or set must be back at the end."""
-    monkeypatch.setenv("FAKE_CUFILE", "gds")
-    monkeypatch.setattr(DevicePages, "memory", DeviceMemory(), raising=False)
-    found = Drivers()
-    yield found
-    assert found.count("live host") == 0
-    for name in ("live files", "live registrations", "early closes", "open"):
-        assert found.cufile(name) == 0, name
-    assert settings() == ORIGINAL_SETTINGS
+    with all_given_back(monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(params=[compatible, gpudirect])
@@ -190,6 +173,7 @@ async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: P
 async def test_kvikios_settings_are_put_back_with_the_last_backend(
     drivers: Drivers, tmp_path: Path
 ) -> None:
+    original = settings()
     first, second = compatible(), gpudirect()
     await first.start(tmp_path)
     await second.start(tmp_path)
@@ -198,7 +182,7 @@ async def test_kvikios_settings_are_put_back_with_the_last_backend(
         "task_size": 4 << 20,
         "gds_threshold": 0,
         "auto_direct_io_read": True,
-        "compat_mode": ORIGINAL_SETTINGS["compat_mode"],  # set only while a file is opened
+        "compat_mode": original["compat_mode"],  # set only while a file is opened
     }
     assert first.path.startswith("compatibility path (kvikio 26.")
     assert second.path.startswith("GPUDirect Storage (kvikio 26.")
@@ -206,7 +190,7 @@ async def test_kvikios_settings_are_put_back_with_the_last_backend(
     await first.close()
     assert settings()["gds_threshold"] == 0
     await second.close()
-    assert settings() == ORIGINAL_SETTINGS
+    assert settings() == original
 
 
 async def test_memory_is_registered_once(drivers: Drivers, tmp_path: Path) -> None:
@@ -296,106 +280,60 @@ async def test_a_store_on_gds(drivers: Drivers, tmp_path: Path) -> None:
         assert "compatibility path" in store.path
 
 
-# GPUDirect told from the two compatibility paths.
+class OnDevice:
+    """CRC-32 where the blocks are, as a device's kernel would give it: of a copy, by zlib."""
+
+    def __init__(self, pages: DevicePages) -> None:
+        self._pages = pages
+        self.blocks = 0
+
+    def __call__(
+        self, addresses: NDArray[np.uint64], nbytes: int, seeds: NDArray[np.uint32]
+    ) -> NDArray[np.uint32]:
+        self._pages.download()
+        self.blocks += len(addresses)
+        slots = ((addresses - np.uint64(self._pages.base)) // np.uint64(nbytes)).tolist()
+        found = [
+            zlib.crc32(self._pages.spans[slot].tobytes(), seed)
+            for slot, seed in zip(slots, seeds.tolist(), strict=True)
+        ]
+        return np.array(found, np.uint32)
 
 
-async def test_the_log_stays_out_of_the_current_directory_and_is_removed(
-    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_store_reads_into_the_device_and_is_verified_there(
+    backend: GdsIO, tmp_path: Path
 ) -> None:
-    current, scratch = tmp_path / "current", tmp_path / "scratch"
-    current.mkdir()
-    scratch.mkdir()
-    monkeypatch.chdir(current)
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
-        monkeypatch.delenv(name, raising=False)
-    io = gpudirect()
-    await io.start(current)
-    assert [path.name for path in scratch.glob("*/*")] == ["cufile.log"]
-    await io.close()
-    monkeypatch.setenv("FAKE_CUFILE", "none")
-    with pytest.raises(GdsUnavailable, match=r"\(its log says: stand-in:1 made up\)"):
-        await gpudirect().start(current)
-    monkeypatch.setenv("FAKE_CUFILE", "gds")
-    monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(tmp_path / "mine"))
-    mine = gpudirect()
-    await mine.start(current)
-    await mine.close()
-    assert (tmp_path / "mine").exists()
-    assert os.listdir(current) == os.listdir(scratch) == []
+    async with await BlockStore.open(DIMS, tmp_path / "store", 64, io=backend) as store:
+        indices, content = fresh(store, 8), pattern(8, BLOCK, 4)
+        assert not (await write(store, 0, indices, content)).errors
+        pages, order = DevicePages(8, BLOCK), np.random.default_rng(1).permutation(8)
+        verified = OnDevice(pages)
+
+        async def read_all() -> Outcome:
+            outcome = Outcome(8)
+            store.read(0, indices, pages.addresses[order], on_done=outcome, checksums=verified)
+            return await outcome.end()
+
+        assert not (await read_all()).errors
+        assert verified.blocks == 8
+        assert np.array_equal(pages.spans[order], content)
+        (segment,) = (tmp_path / "store").glob("segment-*")
+        with segment.open("r+b") as stream:
+            stream.seek(5 * BLOCK + 7)
+            stream.write(bytes([content[5, 7] ^ 1]))
+            os.fsync(stream.fileno())
+        errors = (await read_all()).errors
+        assert {at: type(error) for at, error in errors.items()} == {5: CorruptBlock}
 
 
-async def test_cufiles_own_compatibility_path_is_refused(
-    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_CUFILE", "none")  # it would open if compatibility were allowed
-    io = gpudirect()
-    with pytest.raises(GdsUnavailable, match="cannot be opened for GPUDirect"):
-        await io.start(tmp_path)
-    assert settings() == ORIGINAL_SETTINGS
-    allowed = GdsIO(1, compatibility=Compatibility.ALLOWED, why_not=lambda directory: [])
-    await allowed.start(tmp_path)
-    assert not allowed.true_path
-    assert "cannot be opened for GPUDirect" in allowed.path
-    await allowed.close()
-
-
-async def test_cufile_was_opened_by_somebody_else_with_compatibility(
-    drivers: Drivers, tmp_path: Path
-) -> None:
-    drivers.open_cufile()
-    io = gpudirect()
-    with pytest.raises(GdsUnavailable, match="allow_compat_mode"):
-        await io.start(tmp_path)
-    drivers.close_cufile()
-
-
-async def test_named_without_gpudirect_and_allowed_by_name(
-    drivers: Drivers, tmp_path: Path
-) -> None:
-    reasons = [Reason("no drive", "buy one"), Reason("no module", "load it")]
-    with pytest.raises(GdsUnavailable, match=r"no drive \(buy one\); no module \(load it\)"):
-        await GdsIO(why_not=lambda directory: reasons).start(tmp_path)
-    io = GdsIO(compatibility=Compatibility.ALLOWED, why_not=lambda directory: reasons)
-    await io.start(tmp_path)
-    assert "through host memory: no drive; no module)" in io.path
-    await io.close()
-
-
-async def test_by_name_on_this_host(
-    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing injected: whatever drives there are, this cuFile cannot do it."""
-    monkeypatch.setenv("FAKE_CUFILE", "none")
-    with pytest.raises(GdsUnavailable, match=r"io='gds' cannot work here: .*io='gds-compat'"):
-        await open_backend("gds").start(tmp_path)
-    io = open_backend("gds-compat", threads=2)
-    await io.start(tmp_path)
-    assert re.fullmatch(
-        r"compatibility path \(kvikio 26\S+ through host memory: .+\); host memory: .+", io.path
-    )
-    await io.close()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("gds", None),
-        ("none", "a trial transfer failed: cuFile cannot be opened for GPUDirect"),
-        ("abort", "cuFile ended a trial process with SIGABRT"),
-    ],
-)
-def test_the_trial_in_a_child(
-    host: str,
-    expected: str | None,
-    drivers: Drivers,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FAKE_CUFILE", host)
-    monkeypatch.setattr("hsswap.io.gds_probe.missing_for_gpudirect", lambda directory: [])
-    reasons = why_no_gpudirect(tmp_path)
-    assert (expected is None) == (reasons == [])
-    assert expected is None or expected in str(reasons[0])
-    assert os.listdir(tmp_path) == []
+async def test_a_store_writes_from_the_device(backend: GdsIO, tmp_path: Path) -> None:
+    async with await BlockStore.open(DIMS, tmp_path / "store", 64, io=backend) as store:
+        indices, pages, outcome = fresh(store, 8), DevicePages(8, BLOCK), Outcome(8)
+        pages.spans[:] = pattern(8, BLOCK, 4)
+        pages.upload()
+        verified = OnDevice(pages)
+        store.write(0, indices, pages.addresses, on_done=outcome, checksums=verified)
+        assert not (await outcome.end()).errors
+        found, outcome = await read(store, 0, indices)  # into host memory, by the processor
+        assert not outcome.errors
+        assert np.array_equal(found, pages.spans)
