@@ -40,6 +40,7 @@ from typing import Any
 
 from hsswap.errors import ArgumentError, BlockIOError, ConfigError, HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
+from hsswap.io.counted import QUEUE_LIMIT
 from hsswap.io.gds_driver import Allocation, CudaDriver, GdsUnavailable
 from hsswap.io.gds_kvikio import (
     KVIKIO_ERRORS,
@@ -55,7 +56,7 @@ from hsswap.io.gds_pieces import Piece, describe, pieces_of
 from hsswap.io.gds_probe import Reason, missing_packages, why_no_gpudirect
 from hsswap.io.posix import PosixFile, PosixIO
 from hsswap.io.problems import ended_early, io_error
-from hsswap.io.threads import QUEUE_LIMIT, Job
+from hsswap.io.threads import Job
 from hsswap.io.waiting import to_the_end, until_done
 
 

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, HsswapError
 from hsswap.io.base import IOFile, Operation, Transfer
+from hsswap.io.counted import QUEUE_LIMIT
 from hsswap.io.powercut import PowerModel, PowerState
 from hsswap.io.problems import ended_early, io_error
-from hsswap.io.threads import QUEUE_LIMIT, Job, ThreadedIO
+from hsswap.io.threads import Job, ThreadedIO
 
 
 class FaultKind(Enum):

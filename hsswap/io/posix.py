@@ -15,8 +15,9 @@ from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import BlockIOError, ConfigError
 from hsswap.io import linux
 from hsswap.io.base import IOFile, Operation, Transfer
+from hsswap.io.counted import QUEUE_LIMIT
 from hsswap.io.problems import ended_early, from_os_error, io_error
-from hsswap.io.threads import QUEUE_LIMIT, ThreadedIO
+from hsswap.io.threads import ThreadedIO
 
 PROBE_NAME = "hsswap.probe"
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

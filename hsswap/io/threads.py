@@ -14,24 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hsswap.errors import ArgumentError, BlockIOError, ClosedError, HsswapError
-from hsswap.io.base import (
-    BlockIO,
-    IOFile,
-    IOStatistics,
-    Operation,
-    Priority,
-    QueueFull,
-    Transfer,
-    check_transfers,
-)
+from hsswap.errors import ArgumentError, BlockIOError, HsswapError
+from hsswap.io.base import IOFile, Operation, Priority, Transfer
+from hsswap.io.counted import CountedIO
 from hsswap.io.problems import io_error
-from hsswap.io.waiting import to_the_end, until_done
 
 T = TypeVar("T")
-
-QUEUE_LIMIT = 1024
-"""Transfers in flight. Some 100 times what keeps a drive busy; the store holds back the rest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +31,7 @@ class Job:
     result: Any = None
 
 
-class ThreadedIO(BlockIO):
+class ThreadedIO(CountedIO):
     """A heap of work under one condition, taken by fixed threads.
 
     Results go back through a deque. The first result after the loop last looked wakes it with one
@@ -55,29 +43,18 @@ class ThreadedIO(BlockIO):
     """
 
     def __init__(self, thread_names: Sequence[str], limit: int) -> None:
-        self.limit = limit
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(limit)
         self._thread_names = tuple(thread_names)
         self._threads: list[threading.Thread] = []
         self._files: set[IOFile] = set()
         self._sequence = 0
-        self._in_flight = 0
         self._jobs_in_flight = 0
-        self._calls = {Operation.READ: 0, Operation.WRITE: 0}
-        self._bytes = {Operation.READ: 0, Operation.WRITE: 0}
-        self._errors = 0
-        self._closed: asyncio.Future[None] | None = None  # there once closing began
-        self._drained: asyncio.Future[None] | None = None
         # --- shared with the threads
         self._condition = threading.Condition(threading.Lock())
         self._queue: list[tuple[int, int, Transfer | Job]] = []
         self._stopping = False
         self._completed: deque[tuple[Transfer | Job, HsswapError | None]] = deque()
         self._wake_pending = False
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._loop else "new"
-        return f"<{type(self).__name__} {state}, {self._in_flight} in flight>"
 
     # What a backend of this kind supplies; all of it runs on the threads.
 
@@ -109,28 +86,11 @@ class ThreadedIO(BlockIO):
 
     # The contract.
 
-    @property
-    def room(self) -> int:
-        return self.limit - self._in_flight
-
-    def statistics(self) -> IOStatistics:
-        return IOStatistics(
-            read_calls=self._calls[Operation.READ],
-            write_calls=self._calls[Operation.WRITE],
-            bytes_read=self._bytes[Operation.READ],
-            bytes_written=self._bytes[Operation.WRITE],
-            errors=self._errors,
-            in_flight=self._in_flight,
-        )
-
     def is_open(self, file: IOFile) -> bool:
-        """Whether a file was made here and not removed."""
         return file in self._files
 
     async def start(self, directory: Path | None) -> None:
-        if self._loop is not None:
-            raise ArgumentError(f"{self!r} was started before; make a new one")
-        self._loop = asyncio.get_running_loop()
+        self._begin_start()
         for name in self._thread_names:
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -182,40 +142,10 @@ class ThreadedIO(BlockIO):
         return self._call(lambda: self._sync(file))
 
     def submit(self, batch: Sequence[Transfer]) -> None:
-        self._require_open()
-        if len(batch) > self.room:
-            raise QueueFull(
-                f"{len(batch)} transfers submitted with room for {self.room} of {self.limit}; "
-                "wait for some to be done"
-            )
-        for transfer in batch:
-            if transfer.file not in self._files:
-                raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
-        check_transfers(batch, self.alignment)
-        for transfer in batch:
-            transfer.file.in_flight += 1
-        self._in_flight += len(batch)
+        self._accept(batch)
         self._push([(transfer.priority, transfer) for transfer in batch])
 
-    async def close(self) -> None:
-        if self._closed is not None:
-            await until_done(self._closed)
-            return
-        self._loop = asyncio.get_running_loop()
-        self._closed = self._loop.create_future()
-        try:
-            await to_the_end(self._drain, self._stop)
-        finally:
-            self._closed.set_result(None)
-
     # On the loop's thread.
-
-    def _require_open(self) -> asyncio.AbstractEventLoop:
-        if self._closed is not None:
-            raise ClosedError(f"{self!r} takes no more work; open a new one")
-        if self._loop is None:
-            raise ClosedError(f"{self!r} was not started; await start() first")
-        return self._loop
 
     def _call(self, run: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on a thread, after the reads that wait."""
@@ -241,15 +171,14 @@ class ThreadedIO(BlockIO):
                 if isinstance(item, Job):
                     self._deliver_job(item, error)
                 else:
-                    self._deliver_transfer(item, error)
+                    self._end_transfer(item, error, item.nbytes)
                 if not completed and self.after_deliveries is not None:
                     self.after_deliveries()
         finally:
             # Left over only when KeyboardInterrupt or SystemExit came through an on_done.
             if completed and self._loop is not None:
                 self._loop.call_soon(self._deliver)
-            if self._drained and not self._drained.done() and self._is_idle():
-                self._drained.set_result(None)
+            self._tell_idle()
 
     def _deliver_job(self, job: Job, error: HsswapError | None) -> None:
         self._jobs_in_flight -= 1
@@ -260,29 +189,8 @@ class ThreadedIO(BlockIO):
         else:
             job.future.set_exception(error)
 
-    def _deliver_transfer(self, transfer: Transfer, error: HsswapError | None) -> None:
-        self._in_flight -= 1
-        transfer.file.in_flight -= 1
-        self._calls[transfer.operation] += 1
-        if error is None:
-            self._bytes[transfer.operation] += transfer.nbytes
-        else:
-            self._errors += 1
-        try:
-            transfer.on_done(transfer, error)
-        except Exception as problem:  # the others must still hear of their ends
-            assert self._loop is not None
-            context = {"message": f"on_done of {transfer} raised", "exception": problem}
-            self._loop.call_exception_handler(context)
-
     def _is_idle(self) -> bool:
         return self._in_flight == 0 and self._jobs_in_flight == 0
-
-    async def _drain(self) -> None:
-        assert self._loop is not None
-        if not self._is_idle():
-            self._drained = self._loop.create_future()
-            await until_done(self._drained)
 
     async def _stop(self) -> None:
         with self._condition:

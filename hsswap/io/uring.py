@@ -22,24 +22,20 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsswap.errors import ArgumentError, ClosedError, ConfigError, HsswapError
+from hsswap.errors import ConfigError, HsswapError
 from hsswap.io.base import (
-    BlockIO,
     IOFile,
-    IOStatistics,
     Operation,
     Priority,
-    QueueFull,
     Transfer,
-    check_transfers,
 )
+from hsswap.io.counted import QUEUE_LIMIT, CountedIO
 from hsswap.io.hooks import HookThread, run_hook
 from hsswap.io.posix import PosixIO
 from hsswap.io.problems import io_error
-from hsswap.io.threads import QUEUE_LIMIT
 from hsswap.io.uring_queue import DriveQueue
 from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
-from hsswap.io.waiting import to_the_end, until_done
+from hsswap.io.waiting import to_the_end
 
 DEPTH = 64
 """Transfers in the drive's queue at most."""
@@ -64,7 +60,7 @@ RETRIES = 1000
 """How often that is done before the transfers fail."""
 
 
-class UringIO(BlockIO):
+class UringIO(CountedIO):
     """Transfers through one ring of ``depth`` entries. Needs Linux 5.12 and x86-64.
 
     :meth:`start` raises ConfigError with the reason where there can be no ring.
@@ -78,11 +74,10 @@ class UringIO(BlockIO):
     ) -> None:
         if not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"the depth of the ring is {depth}; it must be 1 to {MAX_DEPTH}")
-        self.limit = limit
+        super().__init__(limit)
         self._depth = depth
         self._calls = calls
         self._posix = PosixIO(1)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: DriveQueue | None = None
         self._hooks: HookThread | None = None
         self._waiting: tuple[deque[Transfer], ...] = tuple(deque() for _ in Priority)
@@ -97,56 +92,27 @@ class UringIO(BlockIO):
         self._inline_bytes = self._turn_starts = self._turn_bytes = 0
         self._retry: asyncio.Handle | None = None
         self._retries = 0
-        self._in_flight = 0
-        self._calls_done = {Operation.READ: 0, Operation.WRITE: 0}
-        self._bytes = {Operation.READ: 0, Operation.WRITE: 0}
-        self._errors = 0
-        self._closed: asyncio.Future[None] | None = None  # there once closing began
-        self._drained: asyncio.Future[None] | None = None
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._loop else "new"
-        return f"<UringIO {state}, {self._in_flight} in flight>"
 
     @property
     def path(self) -> str:
         path = self._posix.path
         return path if self._queue is None else f"{path}, io_uring"
 
-    @property
-    def room(self) -> int:
-        return self.limit - self._in_flight
-
-    def statistics(self) -> IOStatistics:
-        return IOStatistics(
-            read_calls=self._calls_done[Operation.READ],
-            write_calls=self._calls_done[Operation.WRITE],
-            bytes_read=self._bytes[Operation.READ],
-            bytes_written=self._bytes[Operation.WRITE],
-            errors=self._errors,
-            in_flight=self._in_flight,
-        )
-
     # Files.
 
     async def start(self, directory: Path | None) -> None:
         if directory is None:
             raise ConfigError("the uring backend needs a directory")
-        if self._closed is not None:
-            raise ClosedError(f"{self!r} takes no more work; open a new one")
-        if self._loop is not None:
-            raise ArgumentError(f"{self!r} was started before; make a new one")
-        self._loop = asyncio.get_running_loop()
+        loop = self._begin_start()
         try:
-            self._open_ring()
+            self._open_ring(loop)
             await self._posix.start(directory)
         except BaseException:
             await self.close()
             raise
 
-    def _open_ring(self) -> None:
+    def _open_ring(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the loop's thread, to which a ring belongs; takes 0.2 ms and waits for nothing."""
-        assert self._loop is not None
         try:
             # More entries than transfers cost nothing, and one of 1 has no room to wrap.
             ring = Ring(1 << max(3, (self._depth - 1).bit_length()), self._calls)
@@ -155,7 +121,7 @@ class UringIO(BlockIO):
                 f"io 'uring' cannot be used here: {error.strerror}; use 'posix' or 'auto'"
             ) from error
         self._queue = DriveQueue(ring, self.alignment)
-        self._loop.add_reader(ring.event, self._on_event)
+        loop.add_reader(ring.event, self._on_event)
         event = ring.event
         self._hooks = HookThread("hsswap-uring-hooks", lambda: os.eventfd_write(event, 1))
 
@@ -179,24 +145,13 @@ class UringIO(BlockIO):
         self._require_open()
         return self._posix.sync(file)
 
-    async def close(self) -> None:
-        if self._closed is not None:
-            await until_done(self._closed)
-            return
-        self._loop = asyncio.get_running_loop()
-        self._closed = self._loop.create_future()
-        try:
-            await to_the_end(self._drain, self._stop, self._posix.close)
-        finally:
-            self._closed.set_result(None)
-
-    async def _drain(self) -> None:
-        assert self._loop is not None
-        if self._in_flight:
-            self._drained = self._loop.create_future()
-            await until_done(self._drained)
+    def is_open(self, file: IOFile) -> bool:
+        return self._posix.is_open(file)
 
     async def _stop(self) -> None:
+        await to_the_end(self._stop_ring, self._posix.close)
+
+    async def _stop_ring(self) -> None:
         if self._hooks is not None:
             self._hooks.stop()
         if self._queue is not None:
@@ -204,30 +159,12 @@ class UringIO(BlockIO):
             self._loop.remove_reader(self._queue.ring.event)
             self._queue.ring.close()
 
-    def _require_open(self) -> tuple[DriveQueue, HookThread]:
-        if self._closed is not None:
-            raise ClosedError(f"{self!r} takes no more work; open a new one")
-        if self._queue is None or self._hooks is None:
-            raise ClosedError(f"{self!r} was not started; await start() first")
-        return self._queue, self._hooks
-
     # Transfers: waiting -> started (prepare -> drive -> verify) -> ended -> delivered.
 
     def submit(self, batch: Sequence[Transfer]) -> None:
-        self._require_open()
-        if len(batch) > self.room:
-            raise QueueFull(
-                f"{len(batch)} transfers submitted with room for {self.room} of {self.limit}; "
-                "wait for some to be done"
-            )
+        self._accept(batch)
         for transfer in batch:
-            if not self._posix.is_open(transfer.file):
-                raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
-        check_transfers(batch, self.alignment)
-        for transfer in batch:
-            transfer.file.in_flight += 1
             self._waiting[transfer.priority].append(transfer)
-        self._in_flight += len(batch)
         if not self._in_turn:
             self._start_waiting()
             if self._ended:  # a deadline had passed, or a hook failed: told later
@@ -265,8 +202,7 @@ class UringIO(BlockIO):
                 # Bytes enough for this turn, or a hook that failed just now, or KeyboardInterrupt
                 # that came through an on_done.
                 self._turn_soon()
-            if self._drained and not self._drained.done() and not self._in_flight:
-                self._drained.set_result(None)
+            self._tell_idle()
 
     def _turn_soon(self) -> None:
         assert self._loop is not None
@@ -383,20 +319,6 @@ class UringIO(BlockIO):
     def _deliver(self) -> None:
         ended = self._ended
         while ended:
-            transfer, error, nbytes = ended.popleft()
-            operation = transfer.operation
-            self._in_flight -= 1
-            transfer.file.in_flight -= 1
-            self._calls_done[operation] += 1
-            if error is None:
-                self._bytes[operation] += nbytes
-            else:
-                self._errors += 1
-            try:
-                transfer.on_done(transfer, error)
-            except Exception as problem:  # the others must still hear of their ends
-                assert self._loop is not None
-                context = {"message": f"on_done of {transfer} raised", "exception": problem}
-                self._loop.call_exception_handler(context)
+            self._end_transfer(*ended.popleft())
             if not ended and self.after_deliveries is not None:
                 self.after_deliveries()

@@ -2,56 +2,100 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from hsswap.bench import lag
 from hsswap.bench.io_arms import BenchError, FilledStore
-from hsswap.bench.io_device import DeviceArm
+from hsswap.bench.io_device import DeviceArm, DeviceMemory
 from hsswap.bench.io_turns import TILE_BLOCKS, append_in_turns, compare_turns
 from hsswap.bench.lag import PERIOD_S, LoopLag
 from hsswap.driver import open_device
+from hsswap.errors import CorruptBlock
 from hsswap.io.ids import EXTENT_IDS, BlockIds
+from tests.io.support import Outcome, until
 
 KIB = 1024
 
 
-@pytest.mark.parametrize("direct", [False, True])
-async def test_reads_to_a_device_are_verified_and_counted(direct: bool, tmp_path: Path) -> None:
-    filled = await FilledStore.make("posix", tmp_path / "store", 12 * KIB, 32)
-    with open_device("host") as device:
+on_device = pytest.mark.parametrize(
+    ("io", "name", "direct"),
+    [
+        ("posix", "host", False),
+        ("posix", "host", True),  # the memory of this device is the processor's, too
+        pytest.param("posix", "cuda:0", False, marks=pytest.mark.gpu),
+        pytest.param("uring", "cuda:0", False, marks=pytest.mark.gpu),
+        pytest.param("gds-compat", "cuda:0", True, marks=[pytest.mark.gpu, pytest.mark.gds]),
+    ],
+)
+
+
+@on_device
+@pytest.mark.parametrize("kib", [12, 256])
+async def test_reads_to_a_device_are_verified_and_counted(
+    io: str, name: str, direct: bool, kib: int, tmp_path: Path
+) -> None:
+    filled = await FilledStore.make(io, tmp_path / "store", kib * KIB, 32)
+    with open_device(name) as device:
         before = device.live_count
         arm = DeviceArm(filled, 8, device, direct=direct)
         await arm.verify()
         taken = await arm.slice(0.01)
         assert taken.operations >= 8
         assert filled.store.statistics().blocks_read == 32 + 8 + 8 + taken.operations
-        assert arm.destination == "device host"
+        assert arm.destination == f"device {name}"
         await arm.close()
         assert device.live_count == before
     await filled.store.close()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-async def test_wrong_bytes_on_a_device_are_told(direct: bool, tmp_path: Path) -> None:
-    filled = await FilledStore.make("posix", tmp_path / "store", 12 * KIB, 32)
-    with open_device("host") as device:
+@on_device
+async def test_wrong_bytes_on_a_device_are_told(
+    io: str, name: str, direct: bool, tmp_path: Path
+) -> None:
+    filled = await FilledStore.make(io, tmp_path / "store", 12 * KIB, 32)
+    with open_device(name) as device:
         arm = DeviceArm(filled, 8, device, direct=direct)
         content = arm._there.content
 
-        def flipped() -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        def flipped() -> NDArray[np.uint8]:
             found = content()
             found[3, 5] ^= 1
             return found
 
         arm._there.content = flipped  # type: ignore[method-assign]
-        with pytest.raises(BenchError, match="came to device host wrong"):
+        with pytest.raises(BenchError, match=f"came to device {name} wrong"):
             await arm.verify()
         await arm.close()
+    await filled.store.close()
+
+
+@pytest.mark.parametrize("name", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+async def test_the_device_finds_the_block_that_is_wrong(name: str, tmp_path: Path) -> None:
+    io = "posix" if name == "host" else "gds-compat"
+    filled = await FilledStore.make(io, tmp_path / "store", 64 * KIB, 16)
+    segment = filled.files()[0]
+    with segment.open("r+b") as stream:
+        stream.seek(5 * 64 * KIB + 1000)
+        byte = stream.read(1)[0]
+        stream.seek(5 * 64 * KIB + 1000)
+        stream.write(bytes([byte ^ 4]))
+        stream.flush()
+        os.fsync(stream.fileno())
+    with open_device(name) as device:
+        there = DeviceMemory(device, filled, 16, direct=True)
+        outcome = Outcome(16)
+        filled.store.read(
+            0, filled.indices, there.addresses, on_done=outcome, checksums=there.checksums
+        )
+        errors = (await outcome.end()).errors
+        assert {at: type(error) for at, error in errors.items()} == {5: CorruptBlock}
+        there.close()
     await filled.store.close()
 
 
@@ -75,10 +119,10 @@ async def test_the_lag_is_that_of_every_period_also_of_those_slept_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(lag.time, "monotonic", lambda: now)
+    stopped = SimpleNamespace(monotonic=lambda: now, CLOCK_MONOTONIC=time.CLOCK_MONOTONIC)
+    monkeypatch.setattr("hsswap.bench.lag.time", stopped)
     with LoopLag() as watch:
-        while not watch.lags:  # the kernel's clock goes on
-            await asyncio.sleep(0)
+        await until(lambda: bool(watch.lags))  # the kernel's clock goes on
         first = len(watch.lags)
         assert watch.lags == pytest.approx([-PERIOD_S * n for n in range(1, first + 1)])
     assert watch._due == pytest.approx(now + (first + 1) * PERIOD_S)

@@ -1,0 +1,136 @@
+"""What backends with a queue share: who may come in, what is counted, and the order of closing."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from hsswap.errors import ArgumentError, ClosedError, HsswapError
+from hsswap.io.base import (
+    BlockIO,
+    IOFile,
+    IOStatistics,
+    Operation,
+    QueueFull,
+    Transfer,
+    check_transfers,
+)
+from hsswap.io.waiting import to_the_end, until_done
+
+QUEUE_LIMIT = 1024
+"""Transfers in flight. Some 100 times what keeps a drive busy; the store holds back the rest."""
+
+
+class CountedIO(BlockIO):
+    """The loop's half of a backend. Everything here is called on the loop's thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_flight = 0
+        self._calls_done = {Operation.READ: 0, Operation.WRITE: 0}
+        self._bytes = {Operation.READ: 0, Operation.WRITE: 0}
+        self._errors = 0
+        self._closed: asyncio.Future[None] | None = None  # there once closing began
+        self._drained: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._loop else "new"
+        return f"<{type(self).__name__} {state}, {self._in_flight} in flight>"
+
+    @abstractmethod
+    def is_open(self, file: IOFile) -> bool:
+        """Whether a file was made here and not removed."""
+
+    @abstractmethod
+    async def _stop(self) -> None:
+        """Give threads and descriptors back; nothing is in flight any more."""
+
+    @property
+    def room(self) -> int:
+        return self.limit - self._in_flight
+
+    def statistics(self) -> IOStatistics:
+        return IOStatistics(
+            read_calls=self._calls_done[Operation.READ],
+            write_calls=self._calls_done[Operation.WRITE],
+            bytes_read=self._bytes[Operation.READ],
+            bytes_written=self._bytes[Operation.WRITE],
+            errors=self._errors,
+            in_flight=self._in_flight,
+        )
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            await until_done(self._closed)
+            return
+        self._loop = asyncio.get_running_loop()
+        self._closed = self._loop.create_future()
+        try:
+            await to_the_end(self._drain, self._stop)
+        finally:
+            self._closed.set_result(None)
+
+    async def _drain(self) -> None:
+        assert self._loop is not None
+        if not self._is_idle():
+            self._drained = self._loop.create_future()
+            await until_done(self._drained)
+
+    def _is_idle(self) -> bool:
+        return self._in_flight == 0
+
+    def _tell_idle(self) -> None:
+        """End :meth:`_drain` if nothing is in flight; to be called after ends were told."""
+        if self._drained and not self._drained.done() and self._is_idle():
+            self._drained.set_result(None)
+
+    def _begin_start(self) -> asyncio.AbstractEventLoop:
+        """Bind the running loop. Raises ClosedError or ArgumentError for a second start."""
+        if self._closed is not None:
+            raise ClosedError(f"{self!r} takes no more work; open a new one")
+        if self._loop is not None:
+            raise ArgumentError(f"{self!r} was started before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    def _require_open(self) -> asyncio.AbstractEventLoop:
+        if self._closed is not None:
+            raise ClosedError(f"{self!r} takes no more work; open a new one")
+        if self._loop is None:
+            raise ClosedError(f"{self!r} was not started; await start() first")
+        return self._loop
+
+    def _accept(self, batch: Sequence[Transfer]) -> None:
+        """The beginning of :meth:`submit`: check, then count in. Raises as that does."""
+        self._require_open()
+        if len(batch) > self.room:
+            raise QueueFull(
+                f"{len(batch)} transfers submitted with room for {self.room} of {self.limit}; "
+                "wait for some to be done"
+            )
+        for transfer in batch:
+            if not self.is_open(transfer.file):
+                raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
+        check_transfers(batch, self.alignment)
+        for transfer in batch:
+            transfer.file.in_flight += 1
+        self._in_flight += len(batch)
+
+    def _end_transfer(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
+        """Count out, and tell. ``nbytes``: of the transfer."""
+        operation = transfer.operation
+        self._in_flight -= 1
+        transfer.file.in_flight -= 1
+        self._calls_done[operation] += 1
+        if error is None:
+            self._bytes[operation] += nbytes
+        else:
+            self._errors += 1
+        try:
+            transfer.on_done(transfer, error)
+        except Exception as problem:  # the others must still hear of their ends
+            assert self._loop is not None
+            context = {"message": f"on_done of {transfer} raised", "exception": problem}
+            self._loop.call_exception_handler(context)
