@@ -38,8 +38,8 @@ class KvikioArm:
                 "auto_direct_io_read": True,
             }
         )
-        direct = kvikio.defaults.get("compat_mode")
-        self.path = f"kvikio, compatibility {getattr(direct, 'name', direct)}"
+        compatible = kvikio.defaults.is_compat_mode_preferred()
+        self.path = "compatibility path" if compatible else "cuFile"
         self._files: list[Any] = [kvikio.CuFile(str(path), "r") for path in files]
         self._blocks = [path.stat().st_size // block_bytes for path in files]
         self._arena: Buffer | None = None
