@@ -87,6 +87,12 @@ BENCHES = (
         "hsswap.bench.attention",
         "hsswap.bench.attention",
     ),
+    Command(
+        "overlap",
+        "whether reads hide behind compute, and what the public call costs",
+        "hsswap.bench.overlap",
+        "hsswap.bench.overlap",
+    ),
 )
 
 

@@ -1,0 +1,301 @@
+"""``hsswap bench overlap``: do reads hide behind compute (O1), what does the public call cost (O2).
+
+O1 is (read alone + compute alone - wall) / the smaller of the two, for a prefill chunk whose blocks
+come from the host tier, and for decode with a layer's matrix products between attends, where a part
+of the blocks comes from the store. *Alone* is the same calls with the other half muted: the
+device's gathers, or its attention. Python's and the loop's time is in all three.
+
+O2 is the time of a public attend with everything resident, called back to back, over the device
+time of the kernels that it launches (on a GPU replayed from a graph).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig
+from hsswap.bench.common import Machine
+from hsswap.bench.lab import Lab, Muted, Turns, fill, muted, tell
+from hsswap.commands.interrupts import Interrupts
+
+Row = dict[str, Any]
+BLOCK = 16
+MEASURES = ("prefill", "decode", "call")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: an 8B model's layer, or one that a CI machine runs in a second."""
+
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    width: int = 4096
+    ffn_width: int = 14336
+    prefill_tokens: int = 32768
+    prefill_rows: int = 2048
+    tile_tokens: int = 4096
+    decode_tokens: int = 8192
+    decode_layers: int = 8
+    call_tokens: int = 32768
+    calls: int = 64
+
+    def dims(self, layers: int) -> ModelDims:
+        """The cache of so many layers."""
+        return ModelDims.uniform(
+            layers=layers, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim
+        )
+
+
+SMALL = Sizes(4, 2, 16, 64, 128, 1024, 64, 256, 1024, 3, 1024, 4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything ``hsswap bench overlap`` takes."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    add("--quick", action="store_true", help="small shapes and few slices: a check, no figures")
+    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
+    add("--dir", type=Path, metavar="D", help="where decode's blocks are (the temporary folder)")
+    add("--only", metavar="A,B", help=f"only these: {', '.join(MEASURES)}")
+
+
+def main(args: argparse.Namespace, _: Interrupts) -> int:
+    """Measure. Returns 0, or 1 when a floor was missed. Raises HsswapError."""
+    wanted = args.only.split(",") if args.only else MEASURES
+    sizes = SMALL if args.quick else Sizes()
+    rows: list[Row] = []
+    with Lab.on(args.device) as lab:
+        bench = _Bench(lab, sizes, args.quick, args.dir)
+        for name, measure in zip(MEASURES, (bench.prefill, bench.decode, bench.call), strict=True):
+            if name in wanted:
+                rows += asyncio.run(measure())
+    result = {
+        "bench": "overlap",
+        "quick": bool(args.quick),
+        "device": args.device,
+        "machine": Machine.here().as_dict(),
+        "sizes": asdict(sizes),
+        "rows": rows,
+    }
+    text = json.dumps(result, indent=1)
+    if args.out:
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    return 0 if args.quick or all(row["passed"] for row in rows) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    lab: Lab
+    sizes: Sizes
+    quick: bool
+    directory: Path | None
+
+    def config(self, layers: int, tokens: int, **slots: int) -> SwapConfig:
+        """Slots as given, and the least of the others."""
+        dims, tile = self.sizes.dims(layers), self.sizes.tile_tokens
+        ring = 2 * tile // BLOCK
+        blocks = layers * (tokens // BLOCK + 1)
+        return SwapConfig(
+            dims,
+            tokens + BLOCK,
+            device_slots=slots.get("device_slots", ring + layers),
+            host_slots=slots.get("host_slots", ring + blocks),
+            tile_tokens=tile,
+            device=self.lab.device,
+            io="memory",
+        )
+
+    async def prefill(self) -> list[Row]:
+        """O1: the last rows of a prompt over all of it, from the host tier."""
+        s, lab = self.sizes, self.lab
+        config = self.config(1, s.prefill_tokens)
+        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+            await fill(lab, swap, sequence, s.prefill_tokens)
+            shape = (s.prefill_rows, s.q_heads, s.head_dim)
+            queries, out = lab.normal(shape), lab.arrays.for_swap(lab.arrays.new(shape))
+
+            async def attend() -> None:
+                call = sequence.attend(0, queries, out, stream=lab.stream)
+                await (await call).done()
+
+            def without(*names: str) -> Callable[[], Awaitable[float]]:
+                async def arm() -> float:
+                    with muted(swap, *names):
+                        return await lab.seconds(attend)
+
+                return arm
+
+            arms = {
+                "wall": without(),
+                "read": without("attend", "finalize"),
+                "compute": without("gather"),
+            }
+            turns = await Turns.of(arms, quick=self.quick)
+        nbytes = config.dims.block_bytes(config.dims.groups[0]) * (s.prefill_tokens // BLOCK)
+        name = f"prefill of {s.prefill_rows} rows over {s.prefill_tokens} tokens in host slots"
+        return [overlap_row(name, turns, nbytes)]
+
+    async def decode(self) -> list[Row]:
+        """O1: a token with a layer's products between attends, an eighth of the blocks on disk."""
+        s, lab = self.sizes, self.lab
+        layers, tokens = s.decode_layers, s.decode_tokens
+        blocks = layers * (tokens // BLOCK)
+        everything = self.config(layers, tokens)
+        # A window of slots stays out of the cache, for what streams through (tiers.HostTier).
+        part = replace(
+            everything,
+            host_slots=everything.host_slots - blocks // 8,
+            io="auto",
+            directory=None if self.directory is None else self.directory / "overlap",
+        )
+        between = lab.between_layers(s.width, s.ffn_width, layers)
+        async with (
+            HighSpeedSwap.open(part) as swap,
+            swap.sequence() as sequence,
+            HighSpeedSwap.open(everything) as all_swap,
+            all_swap.sequence() as all_sequence,
+        ):
+            await fill(lab, swap, sequence, tokens)
+            await fill(lab, all_swap, all_sequence, tokens)
+            queries = lab.normal((1, s.q_heads, s.head_dim))
+            out = lab.arrays.for_swap(lab.arrays.new((1, s.q_heads, s.head_dim)))
+
+            async def token(on: Sequence, *, products: bool) -> None:
+                for layer in range(layers):
+                    result = await on.attend(layer, queries, out, stream=lab.stream)
+                    if products:
+                        between(layer)
+                await result.done()
+                await asyncio.to_thread(lab.synchronize)
+
+            async def wall() -> float:
+                return await lab.seconds(lambda: token(sequence, products=True))
+
+            async def read() -> float:
+                with muted(swap, "attend", "finalize"):
+                    return await lab.seconds(lambda: token(sequence, products=False))
+
+            async def compute() -> float:
+                return await lab.seconds(lambda: token(all_sequence, products=True))
+
+            before = swap.statistics().bytes_read
+            arms = {"wall": wall, "read": read, "compute": compute}
+            turns = await Turns.of(arms, quick=self.quick)
+            readers = 2 * len(turns.seconds["wall"]) + 2  # wall and read, and once to warm up
+            read_bytes = (swap.statistics().bytes_read - before) // readers
+            path = swap.statistics().path
+        amount = f"{read_bytes >> 10} KiB a token from {path}"
+        name = f"decode, {layers} layers over {tokens} tokens, {amount}"
+        return [overlap_row(name, turns, read_bytes)]
+
+    async def call(self) -> list[Row]:
+        """O2: the public call with everything resident."""
+        s, lab = self.sizes, self.lab
+        blocks = s.call_tokens // BLOCK
+        ring = 2 * s.tile_tokens // BLOCK
+        config = self.config(1, s.call_tokens, device_slots=ring + blocks + 8, host_slots=2 * ring)
+        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+            await fill(lab, swap, sequence, s.call_tokens)
+            queries = lab.normal((1, s.q_heads, s.head_dim))
+            out = lab.arrays.for_swap(lab.arrays.new((1, s.q_heads, s.head_dim)))
+
+            def enqueue() -> Any:
+                result = sequence.try_attend(0, queries, out, stream=lab.stream)
+                assert result is not None  # everything is resident
+                return result
+
+            async def public() -> float:
+                async def many() -> None:
+                    for _ in range(s.calls):
+                        result = enqueue()
+                    await result.done()
+
+                return await lab.seconds(many) / s.calls
+
+            with muted(swap) as recorder:
+                await enqueue().done()
+            bare = self._bare(swap, recorder)
+            turns = await Turns.of({"bare": bare, "public": public}, quick=self.quick)
+            ratio = turns.of_turns(lambda bare, public: public / bare)
+        row = {
+            "id": "O2",
+            "name": f"attend of 1 row over {s.call_tokens} tokens, eager",
+            "public_us": asdict(turns.median_us("public")),
+            "bare_us": asdict(turns.median_us("bare")),
+            "ratio": asdict(ratio),
+            "floor": 1.5,
+            "passed": ratio.high <= 1.5,
+        }
+        tell(
+            f"{row['name']}: {turns.median_us('public').median:.1f} us, kernels "
+            f"{turns.median_us('bare').median:.1f}: {ratio.median:.2f} "
+            f"[{ratio.low:.2f}, {ratio.high:.2f}]"
+        )
+        return [row]
+
+    def _bare(self, swap: HighSpeedSwap, recorder: Muted) -> Callable[[], Awaitable[float]]:
+        """Time of the kernels of one call, as the swap asked for them."""
+        attend, finalize = recorder.last["attend"], recorder.last["finalize"]
+        if not self.lab.on_gpu:
+            stream = swap.stream_of(None)
+
+            async def host() -> float:
+                async def work() -> None:
+                    swap.device.attend(stream, attend)
+                    swap.device.finalize(stream, finalize)
+                    await stream.record().wait()
+
+                return await self.lab.seconds(work)
+
+            return host
+        from hsswap.bench.launches import Graph, StaticLauncher
+        from hsswap.driver.cuda_attention import enqueue_attend
+
+        launcher = StaticLauncher(swap.device)  # type: ignore[arg-type]
+        ours = swap.stream_of(self.lab.stream)
+        graph = Graph(
+            [lambda: enqueue_attend(launcher, ours, attend, finalize)], self.lab.torch_stream
+        )
+
+        async def replayed() -> float:
+            return graph.run_us(self.sizes.calls) / 1e6
+
+        return replayed
+
+
+def overlap_row(name: str, turns: Turns, nbytes: int) -> Row:
+    """O1 of one measure; a ratio counts where the two halves are within 2x of each other."""
+
+    def share(wall: float, read: float, compute: float) -> float:
+        return (read + compute - wall) / min(read, compute)
+
+    overlap = turns.of_turns(share)
+    medians = {arm: turns.median_us(arm) for arm in turns.seconds}
+    read, compute = medians["read"].median, medians["compute"].median
+    comparable = max(read, compute) <= 2 * min(read, compute)
+    tell(
+        f"{name}: read {read:.0f} us ({nbytes / read / 1e3:.1f} GB/s), compute {compute:.0f}, both "
+        f"{medians['wall'].median:.0f}: overlap {overlap.median:.2f} "
+        f"[{overlap.low:.2f}, {overlap.high:.2f}]"
+        + ("" if comparable else "; not within 2x of each other: does not count")
+    )
+    return {
+        "id": "O1",
+        "name": name,
+        **{f"{arm}_us": asdict(medians[arm]) for arm in medians},
+        "read_bytes": nbytes,
+        "overlap": asdict(overlap),
+        "within_2x": comparable,
+        "floor": 0.7,
+        "passed": comparable and overlap.low >= 0.7,
+    }

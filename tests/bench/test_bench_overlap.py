@@ -1,0 +1,79 @@
+"""``hsswap bench overlap``: its arithmetic, its refusals, and one small run of the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsswap import HighSpeedSwap, ModelDims, SwapConfig
+from hsswap.__main__ import main
+from hsswap.bench.lab import Lab, Turns, fill, muted
+from hsswap.bench.overlap import overlap_row
+from hsswap.errors import DeviceError
+
+
+def test_overlap_is_what_the_smaller_half_saved() -> None:
+    perfect = Turns({"wall": [2.0] * 20, "read": [2.0] * 20, "compute": [1.5] * 20})
+    row = overlap_row("x", perfect, 1000)
+    assert row["overlap"]["median"] == 1.0
+    assert row["within_2x"]
+    assert row["passed"]
+    none = Turns({"wall": [3.5] * 20, "read": [2.0] * 20, "compute": [1.5] * 20})
+    assert overlap_row("x", none, 1000)["overlap"]["high"] == 0.0
+    assert not overlap_row("x", none, 1000)["passed"]
+    unequal = Turns({"wall": [5.0] * 20, "read": [5.0] * 20, "compute": [1.0] * 20})
+    assert overlap_row("x", unequal, 1000)["overlap"]["median"] == 1.0
+    assert not overlap_row("x", unequal, 1000)["passed"]
+
+
+async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
+    dims = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=16)
+    config = SwapConfig(dims, 512, device_slots=65, host_slots=64, tile_tokens=256, io="memory")
+    with Lab.on("host") as lab:
+        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+            await fill(lab, swap, sequence, 400)
+            out = lab.arrays.new((1, 2, 16))
+            out[...] = 0x7FC0
+            query = lab.normal((1, 2, 16))
+            with muted(swap, "attend", "finalize") as device:
+                await (await sequence.attend(0, query, out)).done()
+                assert set(device.last) == {"attend", "finalize"}
+                assert (out == 0x7FC0).all()
+            await (await sequence.attend(0, query, out)).done()
+            assert not (out == 0x7FC0).any()
+
+
+def test_turns_alternate_and_warm_up() -> None:
+    order: list[str] = []
+
+    async def run() -> Turns:
+        async def one(name: str) -> float:
+            order.append(name)
+            return float(len(order))
+
+        return await Turns.of({"a": lambda: one("a"), "b": lambda: one("b")}, quick=True)
+
+    turns = asyncio.run(run())
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert turns.seconds == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
+
+
+def test_a_small_run_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "overlap.json"
+    words = ["bench", "overlap", "--quick", "--device", "host", "--json", "--dir", str(tmp_path)]
+    assert main([*words, "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(out.read_text())
+    assert [row["id"] for row in found["rows"]] == ["O1", "O1", "O2"]
+    assert found["rows"][1]["read_bytes"] > 0  # decode did read, from the folder given
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_gpu_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(DeviceError, match=r"pip install 'hsswap\[bench,torch\]'"), Lab.on("cuda:0"):
+        pass
