@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hsswap.attending import AttendResult
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
+    from hsswap.diagnostics import DiagnosticSummary
     from hsswap.errors import (
         ArgumentError,
         BlockIOError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         OutOfBlocks,
         OutOfSlots,
         OutOfSpace,
+        SharedBlock,
         StaleBlockId,
         StoreLocked,
     )
@@ -53,6 +55,7 @@ __all__ = [
     "ConfigError",
     "CorruptBlock",
     "DeviceError",
+    "DiagnosticSummary",
     "HighSpeedSwap",
     "HsswapError",
     "LayerGroup",
@@ -62,6 +65,7 @@ __all__ = [
     "OutOfSpace",
     "PredictorConfig",
     "Sequence",
+    "SharedBlock",
     "StaleBlockId",
     "StoreLocked",
     "SwapConfig",
@@ -81,6 +85,7 @@ _HOME = {
     "ConfigError": "errors",
     "CorruptBlock": "errors",
     "DeviceError": "errors",
+    "DiagnosticSummary": "diagnostics",
     "HighSpeedSwap": "swap",
     "HsswapError": "errors",
     "LayerGroup": "config",
@@ -90,6 +95,7 @@ _HOME = {
     "OutOfSpace": "errors",
     "PredictorConfig": "config",
     "Sequence": "sequence",
+    "SharedBlock": "errors",
     "StaleBlockId": "errors",
     "StoreLocked": "errors",
     "SwapConfig": "config",

@@ -6,10 +6,12 @@ import numpy as np
 
 from hsswap.appending import Rows
 from hsswap.attending import Query
+from hsswap.config import BF16_BYTES
 from hsswap.driver.base import Stream
-from hsswap.driver.tensor import tensor_of
+from hsswap.driver.tensor import Tensor, contiguous_strides, tensor_of
 from hsswap.errors import ArgumentError
 from hsswap.exact import LayerCache
+from hsswap.pools import GroupPool
 from hsswap.tiers import I64
 
 
@@ -50,12 +52,51 @@ def checked_query(
     return Query(cache, indices, taken, taken_out, out, stream)
 
 
-def checked_length(length: object, longest: int) -> int:
-    """A number of tokens from 0 to ``longest``. Raises ArgumentError."""
+def checked_length(length: object, longest: int, *, what: str = "length", least: int = 0) -> int:
+    """A number of tokens from ``least`` to ``longest``. Raises ArgumentError naming ``what``."""
     whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
-    if not whole or not 0 <= length <= longest:  # type: ignore[operator]
-        raise ArgumentError(f"length is {length!r}; give a whole number from 0 to {longest}")
+    if not whole or not least <= length <= longest:  # type: ignore[operator]
+        raise ArgumentError(f"{what} is {length!r}; give a whole number from {least} to {longest}")
     return int(length)  # type: ignore[call-overload, no-any-return]
+
+
+def checked_layer(layer: object, layers: int) -> int:
+    """A layer of the model. Raises ArgumentError."""
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < layers:
+        raise ArgumentError(f"layer is {layer!r}; it must be 0 to {layers - 1}")
+    return layer
+
+
+def block_tensor(
+    given: object | None,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int] | None,
+    pool: GroupPool,
+    what: str,
+    *,
+    written: bool = False,
+) -> Tensor:
+    """BF16 of that shape from an array, or from a pointer into the device's memory.
+
+    A pointer is an int, with ``strides`` in bytes (None: contiguous). An array may lack a first
+    axis of 1. Raises ArgumentError.
+    """
+    if given is None:
+        raise ArgumentError(f"{what} is given neither on the device nor in host memory")
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        address = int(given)
+        steps = contiguous_strides(shape, BF16_BYTES) if strides is None else tuple(strides)
+        if len(steps) != 3 or any(step % BF16_BYTES for step in steps):
+            raise ArgumentError(f"strides of {what} are {strides}; give 3 even numbers of bytes")
+        if address <= 0 or address % BF16_BYTES:
+            raise ArgumentError(f"{what} is {address}; a device pointer to BF16 is needed")
+        return Tensor(address, shape, steps, "bf16", pool.device_memory.on_device, None)
+    if strides is not None:
+        raise ArgumentError(f"strides of {what} go with a pointer; an array has its own")
+    flat = shape[0] == 1 and len(getattr(given, "shape", ())) == 2
+    tensor = tensor_of(given, "bf16", shape[1:] if flat else shape, what, written=written)
+    pool.check_reachable(tensor, what)
+    return tensor.as_batch() if flat else tensor
 
 
 def leading(array: object, what: str) -> int:

@@ -161,6 +161,8 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
         )
         counters = swap.counters
         counters.attends += 1
+        counters.top_k_attends += 1
+        counters.left_out_mass += float(left_out.mean())
         counters.misses += missed
         counters.host_hits += len(wanted) - missed
         counters.device_hits += len(np.unique(chosen)) - len(wanted)

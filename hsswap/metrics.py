@@ -11,13 +11,16 @@ class Counters:
 
     Blocks are counted once for each attend that uses them. ``device_hits``: found in device slots
     (the block being filled included); ``host_hits``: in the host tier before they were needed;
-    ``misses``: had to be waited for from disk.
+    ``misses``: had to be waited for from disk. ``left_out_mass``: what ``top_k_attends`` left out,
+    their sum, each the mean of its KV heads.
     """
 
     device_hits: int = 0
     host_hits: int = 0
     misses: int = 0
     attends: int = 0
+    top_k_attends: int = 0
+    left_out_mass: float = 0.0
     appended_tokens: int = 0
     read_wait_s: float = 0.0
     read_busy_s: float = 0.0

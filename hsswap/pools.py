@@ -70,7 +70,7 @@ class GroupPool:
         self.ring = [RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)]
         self._next_region = 0
         self.reserved_slots = 0
-        """Dirty host slots that sequences hold for blocks they will fill."""
+        """Dirty host slots held for blocks that are being filled or will be."""
         shape = (device_count * group.kv_heads, unit_bytes)
         self.units = UnitPool(tensor_in(self.device_memory, "u8", shape), group, dims.block_size)
         shape = (host_count, self.block_bytes)
@@ -130,6 +130,12 @@ class GroupPool:
         if region.last_read is not None:
             stream.wait_for(region.last_read)
         return region
+
+    def spare_host_slots(self, tile_blocks: int) -> int:
+        """Host slots that may be held while nothing is on its way to free them: others need two
+        tiles.
+        """
+        return self.tier.slot_count - 2 * tile_blocks - self.reserved_slots
 
     def close(self) -> None:
         """Free the memory; nothing may be in flight."""

@@ -124,6 +124,16 @@ class Prefetcher:
         """Whether someone waits for slots: who comes now must queue, or could starve them."""
         return bool(self._waiters)
 
+    @property
+    def waiting_count(self) -> int:
+        """Callers in the queue for slots."""
+        return len(self._waiters)
+
+    @property
+    def reading_count(self) -> int:
+        """Submissions whose blocks are not all there."""
+        return len(self._in_flight)
+
     async def load(self, blocks: Blocks) -> Loaded:
         """Lease host slots that hold the blocks, reading what is on disk only.
 

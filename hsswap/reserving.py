@@ -33,7 +33,7 @@ class Reservation:
     def check(self, wanted: dict[GroupPool, int]) -> None:
         """Raise OutOfSlots, with the number needed, when a group cannot spare that many more."""
         for pool, count in wanted.items():
-            most = pool.tier.slot_count - 2 * self._swap.config.tile_blocks - pool.reserved_slots
+            most = pool.spare_host_slots(self._swap.config.tile_blocks)
             if count > most:
                 raise OutOfSlots(
                     f"{count} host slots are to be reserved and {max(0, most)} can be; raise "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.arguments import checked_layer
 from hsswap.driver.base import Event, Stream
 from hsswap.errors import ArgumentError, ClosedError, DeviceError, OutOfBlocks
 from hsswap.exact import LayerCache
@@ -142,9 +143,7 @@ class SequenceState:
                 self._swap.prefetcher.pump_soon()  # close() waits for calls to end
 
     def _cache(self, layer: int) -> LayerCache:
-        if not isinstance(layer, int) or not 0 <= layer < len(self._layers):
-            raise ArgumentError(f"layer is {layer!r}; it must be 0 to {len(self._layers) - 1}")
-        return self._layers[layer]
+        return self._layers[checked_layer(layer, len(self._layers))]
 
     def _hold_ids(self, needed: int) -> None:
         """Have ids for the first ``needed`` blocks. Raises OutOfBlocks."""

@@ -16,6 +16,7 @@ from typing import Self
 from numpy.typing import ArrayLike
 
 from hsswap.config import SwapConfig
+from hsswap.diagnostics import DiagnosticSummary, summary_of
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, ConfigError, OutOfSlots
@@ -24,12 +25,12 @@ from hsswap.io.store import BlockStore
 from hsswap.io.waiting import to_the_end
 from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
+from hsswap.seed_calls import SeedCalls
 from hsswap.sequence import Sequence
-from hsswap.swap_state import SwapState
 from hsswap.topk import TopK
 
 
-class HighSpeedSwap(SwapState):
+class HighSpeedSwap(SeedCalls):
     """KV blocks of many sequences in device slots, host slots and on disk.
 
     Open it with ``async with HighSpeedSwap.open(config) as swap``. It belongs to the event loop it
@@ -91,6 +92,31 @@ class HighSpeedSwap(SwapState):
             undo.pop_all()
             return swap
 
+    @classmethod
+    async def new(cls, *, cfg: SwapConfig, ctx: Device | None = None) -> Self:
+        """:meth:`create` on an open device, which the swap closes in the end."""
+        return await cls.create(cfg, device=ctx)
+
+    @classmethod
+    async def new_on_stream(
+        cls, *, stream: object, cfg: SwapConfig, ctx: Device | None = None
+    ) -> Self:
+        """:meth:`new` for a caller with a stream; the swap's own work runs behind what is on it.
+
+        Raises ArgumentError too, for what is no stream of the device.
+        """
+        swap = await cls.new(cfg=cfg, ctx=ctx)
+        try:
+            swap.stream_of(None).wait_for(swap.stream_of(stream).record())
+        except BaseException:
+            await swap.close()
+            raise
+        return swap
+
+    def diagnostic_summary(self) -> DiagnosticSummary:
+        """Occupancy, hits, bytes, waits, errors and the path in use. From any thread."""
+        return summary_of(self)
+
     def sequence(self, *, top_k: TopK | None = None) -> Sequence:
         """A new, empty sequence. ``top_k`` None: exact mode.
 
@@ -141,12 +167,13 @@ class HighSpeedSwap(SwapState):
         return sequence
 
     async def flush(self) -> None:
-        """Wait until every full block appended so far is on disk.
+        """Wait until every full block appended so far, and every block offloaded, is on disk.
 
         Raises the error of a block that could not be written; it stays in memory and is tried again
         at the next flush.
         """
         self.check_open()
+        self._write_parked()
         await self.writes.flush()
 
     def statistics(self) -> SwapStatistics:

@@ -15,6 +15,7 @@ from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.tensor import tensor_in
 from hsswap.errors import ArgumentError, ClosedError, HsswapError
+from hsswap.io.statistics import StoreStatistics
 from hsswap.io.store import BlockStore
 from hsswap.loop import Mailbox
 from hsswap.metrics import Counters
@@ -65,6 +66,30 @@ class SwapState:
         except BaseException:
             self._free()
             raise
+
+    @property
+    def pool(self) -> tuple[GroupPool, ...]:
+        """The slots of each layer group, to look at."""
+        return tuple(self._pools)
+
+    @property
+    def predictor(self) -> tuple[ProjectionPredictor, ...]:
+        """The predictor of each layer group, to look at; none in exact mode."""
+        return tuple(self._predictors)
+
+    @property
+    def sequence_count(self) -> int:
+        """Open sequences."""
+        return len(self._sequences)
+
+    @property
+    def path_reason(self) -> str:
+        """Why ``io="auto"`` chose its backend, with what it measured; "" for a named one."""
+        return self._store.why
+
+    def store_statistics(self) -> StoreStatistics:
+        """What the store counted since it was opened."""
+        return self._store.statistics()
 
     def check_open(self) -> None:
         """Raise ClosedError once closing has begun: no work may be enqueued any more."""

@@ -143,6 +143,14 @@ class HostTier:
         """Free taken slots that were never filled."""
         self._drop(slots)
 
+    def refill(self, slots: I32) -> None:
+        """Slots that hold blocks, unleased, are about to be filled anew: they are DIRTY."""
+        cached = slots[self._cached[slots]]
+        np.subtract.at(self._cached_in_layer, self.layer_of[cached], 1)
+        self._cached[cached] = False
+        self._ahead[slots] = False
+        self.state[slots] = DIRTY
+
     def start_write(self, slots: I32) -> None:
         """DIRTY slots are on their way to disk; they are kept until :meth:`finish_write`."""
         self.state[slots] = WRITING

@@ -26,7 +26,8 @@ from hsswap.tiers import I32, SlotState
 class Batch:
     """Dirty host slots and the blocks in them. ``keep``: the copy in the host tier is wanted after
     the write; ``scan``: only within the quota of scans (see :mod:`hsswap.tiers`). ``epoch``: how
-    many times somebody had begun to wait when the batch was announced.
+    many times somebody had begun to wait when the batch was announced. ``lengths``: valid tokens of
+    each block, None for full ones.
     """
 
     blocks: Blocks
@@ -34,12 +35,14 @@ class Batch:
     keep: bool
     scan: bool
     epoch: int = 0
+    lengths: NDArray[np.uint16] | None = None
 
     def part(self, positions: NDArray[np.int64]) -> Batch:
         """Some blocks of the batch."""
         b = self.blocks
         some = Blocks(b.pool, b.layer, b.indices[positions])
-        return replace(self, blocks=some, slots=self.slots[positions])
+        lengths = None if self.lengths is None else self.lengths[positions]
+        return replace(self, blocks=some, slots=self.slots[positions], lengths=lengths)
 
 
 class WriteBehind:
@@ -125,6 +128,16 @@ class WriteBehind:
                 if not gone.all():
                     self._failed.append((batch.part(np.flatnonzero(~gone)), error))
 
+    def take_back(self, pool: GroupPool, slots: I32) -> None:
+        """These slots are about to be filled anew: what failed of them is not tried again."""
+        failed, self._failed = self._failed, []
+        for batch, error in failed:
+            kept = np.ones(len(batch.slots), np.bool_)
+            if batch.blocks.pool is pool:
+                kept = ~np.isin(batch.slots, slots)
+            if kept.any():
+                self._failed.append((batch.part(np.flatnonzero(kept)), error))
+
     def all_failed(self, pool: GroupPool, slots: I32) -> bool:
         """Whether the writes of all these dirty slots have failed, so that none is on its way."""
         failed = [b.slots for b, _ in self._failed if b.blocks.pool is pool]
@@ -166,6 +179,7 @@ class WriteBehind:
                 blocks.pool.addresses(batch.slots),
                 priority=Priority.WRITE,
                 owner=blocks.pool.host_memory,
+                lengths=batch.lengths,
                 on_done=lambda positions, error: self._finish(batch.part(positions), error),
             )
         except HsswapError as error:

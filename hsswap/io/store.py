@@ -245,6 +245,12 @@ class BlockStore(SeedIds):
         written = self._contents.written[layer, indices] == self.ids.generations(indices)
         self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices) & written)
 
+    def is_fixed(self, layer: int, index: int) -> bool:
+        """Whether a block cannot be written: it has content, and others or a prefix key hold it."""
+        one = np.array([index])
+        written = self._contents.written[layer, one] == self.ids.generations(one)
+        return bool((self.ids.shared(one) & written)[0])
+
     def describe(self, layer: int, indices: NDArray[np.int64]) -> StoredBlocks:
         """What is known of blocks of a layer, by index: of ids in use or kept."""
         contents, layers = self._contents, np.full(len(indices), layer)

@@ -1,0 +1,78 @@
+"""Blocks that callers name by id themselves: what is known of each, and who may still read it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.config import ModelDims
+from hsswap.driver.base import Event, Stream
+from hsswap.errors import ArgumentError, DeviceError
+from hsswap.tiers import I32, I64
+from hsswap.writeback import Batch
+
+
+@dataclass(slots=True)
+class NamedBlocks:
+    """State of the blocks whose ids callers hold, by layer and index.
+
+    ``valid`` ``[layers, ids]``: tokens offloaded, 0 none. ``resident`` ``[layers, ids]``: the block
+    slot in device memory that holds a copy, -1 none. ``uses``: the last event of each stream behind
+    work that reads or fills blocks; ``filled``: the last one that filled some, and its stream.
+    ``parked``: blocks that are not full, dirty in a host slot, written when they are or at a flush.
+    ``plans``: first ids of the lists that are read ahead. ``calls`` under way; ``turn``: one
+    offload at a time.
+    """
+
+    valid: NDArray[np.uint16]
+    resident: I32
+    parked: dict[tuple[int, int], Batch] = field(default_factory=dict)
+    uses: dict[int, Event] = field(default_factory=dict)
+    filled: tuple[Stream, Event] | None = None
+    plans: set[int] = field(default_factory=set)
+    calls: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, dims: ModelDims, ids: int) -> NamedBlocks:
+        """None offloaded yet."""
+        shape = dims.layers, ids
+        return cls(np.zeros(shape, np.uint16), np.full(shape, -1, np.int32))
+
+    async def unused(self) -> None:
+        """Wait for all work that was enqueued on blocks so far."""
+        for event in list(self.uses.values()):
+            with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
+                await event.wait()
+
+    def length_of(
+        self, layer: int, ids: I64, indices: I64, last_valid: int | None, block_size: int
+    ) -> int:
+        """Tokens of a list of blocks of which ``last_valid`` (None: all offloaded) of the last one
+        are seen. Raises ArgumentError.
+        """
+        if not len(ids):
+            raise ArgumentError("seq_block_ids is empty; give the ids of the sequence's blocks")
+        if len(np.unique(indices)) < len(indices):
+            raise ArgumentError("seq_block_ids holds an id twice; each block is attended once")
+        valid = self.valid[layer, indices]
+        short = np.flatnonzero(valid[:-1] < block_size)
+        if len(short) or not valid[-1]:
+            at = int(short[0]) if len(short) else len(ids) - 1
+            raise ArgumentError(
+                f"block id {ids[at]} has {valid[at]} of {block_size} tokens in layer {layer}; all "
+                "blocks but the last must be full, and the last must have been offloaded"
+            )
+        seen = int(valid[-1]) if last_valid is None else last_valid
+        if isinstance(seen, bool) or not isinstance(seen, int | np.integer):
+            raise ArgumentError(f"last_block_valid_slots is {seen!r}; give a whole number")
+        if not 1 <= seen <= int(valid[-1]):
+            raise ArgumentError(
+                f"last_block_valid_slots is {seen}; block id {ids[-1]} has {valid[-1]} tokens in "
+                f"layer {layer}, give 1 to {valid[-1]}"
+            )
+        return (len(ids) - 1) * block_size + int(seen)

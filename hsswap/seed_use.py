@@ -1,0 +1,136 @@
+"""Ids that callers hold, and the order of the work on their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import numpy as np
+
+from hsswap.driver.base import Event, Stream
+from hsswap.retiring import Resident
+from hsswap.seed_state import NamedBlocks
+from hsswap.swap_state import SwapState
+from hsswap.writeback import Batch
+
+
+class SeedUse(SwapState):
+    """The id calls of :class:`hsswap.HighSpeedSwap`, and what the calls on blocks share."""
+
+    @cached_property
+    def named(self) -> NamedBlocks:
+        """State of these blocks; made when the first of the calls comes."""
+        return NamedBlocks.of(self.config.dims, self.config.capacity_blocks)
+
+    async def alloc_disk_block_id(self) -> int:
+        """A new id, valid in every layer, with one reference. Raises OutOfBlocks."""
+        self.check_open()
+        return self._store.alloc_disk_block_id()
+
+    async def inc_disk_ref(self, *, block: int) -> None:
+        """One more holder of an id; its blocks cannot be changed then. Raises StaleBlockId."""
+        self.check_open()
+        self._store.inc_disk_ref(block)
+
+    async def dec_disk_ref(self, *, block: int) -> int:
+        """One holder less; how many are left. The last frees the id, behind work that uses it.
+
+        Raises StaleBlockId for an id that nobody holds.
+        """
+        self.check_open()
+        if self._store.disk_refcount(block) > 1:
+            return self._store.dec_disk_ref(block)
+        named, index = self.named, int(self._store.ids.check([block])[0])
+        for owner in named.plans:
+            self.prefetcher.plan(("ids", owner), [])
+        named.plans.clear()
+        await named.unused()
+        mine = [key for key in named.parked if key[1] == index]
+        await self.prefetcher.until(lambda: self.closed or not self._leased(mine))
+
+        def free() -> None:
+            named.valid[:, index] = 0
+            for layer in np.flatnonzero(named.resident[:, index] >= 0).tolist():
+                gone = self._take_resident(layer, index)
+                gone.pool.give_back_resident(gone.group_layer, gone.slots)
+
+        with self.lock:
+            for key in mine:
+                batch = self._unpark(key)
+                batch.blocks.pool.tier.discard(batch.slots)
+        await self.retiring.now(np.array([block], np.int64), free)
+        return 0
+
+    def disk_refcount(self, *, block: int) -> int:
+        """How many hold an id. Raises StaleBlockId when nobody does."""
+        return self._store.disk_refcount(block)
+
+    def disk_free_count(self) -> int:
+        """Ids that can be given out."""
+        return self._store.disk_free_count()
+
+    def _write_parked(self) -> None:
+        """Let blocks that are not full go to disk as they are. On the loop."""
+        with self.lock:
+            for key in list(self.named.parked):
+                batch = self._unpark(key)
+                assert self.named.filled is not None  # fills are in one order, so all are before it
+                self.writes.write_after(self.named.filled[1], batch)
+
+    def _unpark(self, key: tuple[int, int]) -> Batch:
+        batch = self.named.parked.pop(key)
+        batch.blocks.pool.reserved_slots -= 1
+        return batch
+
+    def _leased(self, keys: list[tuple[int, int]]) -> bool:
+        """Whether work in flight reads one of these parked blocks."""
+        batches = [self.named.parked[key] for key in keys]
+        return any(batch.blocks.pool.tier.leases[batch.slots].any() for batch in batches)
+
+    def _take_resident(self, layer: int, index: int) -> Resident:
+        """The device slot of a block, which is no longer its."""
+        pool = self.pool_of(layer)
+        slot = self.named.resident[layer, index : index + 1].copy()
+        self.named.resident[layer, index] = -1
+        return Resident(pool, layer - pool.first_layer, slot)
+
+    def _behind_all_uses(self) -> Event:
+        """An event behind everything enqueued on such blocks so far."""
+        stream = self.stream_of(None)
+        for event in self.named.uses.values():
+            stream.wait_for(event)
+        return stream.record()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call is under way; closing waits for it."""
+        self.check_open()
+        self.named.calls += 1
+        try:
+            yield
+        finally:
+            self.named.calls -= 1
+            if self.closed:
+                self.prefetcher.pump_soon()
+
+    @contextmanager
+    def _named_use(self, stream: Stream, *, fills: bool = False) -> Iterator[None]:
+        """Work on such blocks is enqueued inside: behind what filled them, before what is freed."""
+        named = self.named
+        if named.filled is not None and named.filled[0] is not stream:
+            stream.wait_for(named.filled[1])
+        try:
+            yield
+        finally:
+            event = stream.record()
+            named.uses[stream.handle] = event
+            if fills:
+                named.filled = (stream, event)
+
+    async def _quiet(self) -> None:
+        await super()._quiet()
+        await self.named.unused()
+
+    def _no_call(self) -> bool:
+        return super()._no_call() and not self.named.calls
