@@ -27,7 +27,7 @@ from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.branches import alone
 from tests.driver import oracle
 from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
-from tests.swap_watch import Linked, turns, watched
+from tests.swap_watch import Linked, Stuck, turns, watched
 
 CASE = random_case(SMALL, 700, seed=61)
 OTHER = random_case(MIXED, 700, seed=62)
@@ -221,6 +221,34 @@ async def test_rewriting_a_block_is_seen_by_whoever_attends_later() -> None:
             await give_back(swap, ids)
             for stream in streams:
                 await asyncio.to_thread(stream.close)
+
+
+async def test_a_slot_is_not_filled_again_under_its_reader() -> None:
+    wanted = (await alone(CASE, [*range(8)]))[0][7]
+    async with watched(config_of(CASE, extra_host=20)) as swap:
+        block = await swap.alloc_disk_block_id()
+        await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 0, 8))  # type: ignore[arg-type]
+        stuck = Stuck(swap)
+        out = np.full((6, 16), 0x7FC0, np.uint16)
+        result = await swap.attend_layer_on_stream(
+            stream=stuck.stream,
+            layer=0,
+            seq_block_ids=[block],
+            q_dev=CASE.queries[0][7],
+            output_dev=out,
+        )
+        again = block_of(CASE, 0, 5, 9)
+        call = asyncio.ensure_future(swap.offload_block(layer=0, block=block, **again))  # type: ignore[arg-type]
+        freeing = asyncio.ensure_future(swap.dec_disk_ref(block=block))
+        await turns(200)
+        assert not call.done()
+        assert not freeing.done()
+        stuck.go()
+        await call
+        await result.done()
+        assert (out == wanted).all()
+        assert await freeing == 0
+        await asyncio.to_thread(stuck.stream.close)
 
 
 async def test_references_and_ids() -> None:
