@@ -38,9 +38,23 @@ class SeedUse(SwapState):
 
         Raises StaleBlockId for an id that nobody holds.
         """
-        self.check_open()
-        if self._store.disk_refcount(block) > 1:
-            return self._store.dec_disk_ref(block)
+        async with self.named.turn:  # behind an offload to the same id
+            self.check_open()
+            if self._store.disk_refcount(block) > 1:
+                return self._store.dec_disk_ref(block)
+            await self._free_id(block)
+            return 0
+
+    def disk_refcount(self, *, block: int) -> int:
+        """How many hold an id. Raises StaleBlockId when nobody does."""
+        return self._store.disk_refcount(block)
+
+    def disk_free_count(self) -> int:
+        """Ids that can be given out."""
+        return self._store.disk_free_count()
+
+    async def _free_id(self, block: int) -> None:
+        """Let go of an id that has one holder, in every layer."""
         named, index = self.named, int(self._store.ids.check([block])[0])
         for owner in named.plans:
             self.prefetcher.plan(("ids", owner), [])
@@ -60,15 +74,6 @@ class SeedUse(SwapState):
                 batch = self._unpark(key)
                 batch.blocks.pool.tier.discard(batch.slots)
         await self.retiring.now(np.array([block], np.int64), free)
-        return 0
-
-    def disk_refcount(self, *, block: int) -> int:
-        """How many hold an id. Raises StaleBlockId when nobody does."""
-        return self._store.disk_refcount(block)
-
-    def disk_free_count(self) -> int:
-        """Ids that can be given out."""
-        return self._store.disk_free_count()
 
     def _write_parked(self) -> None:
         """Let blocks that are not full go to disk as they are. On the loop."""
