@@ -60,8 +60,7 @@ class SeedUse(SwapState):
             self.prefetcher.plan(("ids", owner), [])
         named.plans.clear()
         await named.unused()
-        mine = [key for key in named.parked if key[1] == index]
-        await self.prefetcher.until(lambda: self.closed or not self._leased(mine))
+        await self.prefetcher.until(lambda: self.closed or not self._is_read(index))
 
         def free() -> None:
             named.valid[:, index] = 0
@@ -70,7 +69,8 @@ class SeedUse(SwapState):
                 gone.pool.give_back_resident(gone.group_layer, gone.slots)
 
         with self.lock:
-            for key in mine:
+            self.check_open()
+            for key in [key for key in named.parked if key[1] == index]:
                 batch = self._unpark(key)
                 batch.blocks.pool.tier.discard(batch.slots)
         await self.retiring.now(np.array([block], np.int64), free)
@@ -88,9 +88,9 @@ class SeedUse(SwapState):
         batch.blocks.pool.reserved_slots -= 1
         return batch
 
-    def _leased(self, keys: list[tuple[int, int]]) -> bool:
-        """Whether work in flight reads one of these parked blocks."""
-        batches = [self.named.parked[key] for key in keys]
+    def _is_read(self, index: int) -> bool:
+        """Whether work in flight reads a parked block of that id."""
+        batches = [batch for key, batch in self.named.parked.items() if key[1] == index]
         return any(batch.blocks.pool.tier.leases[batch.slots].any() for batch in batches)
 
     def _take_resident(self, layer: int, index: int) -> Resident:
