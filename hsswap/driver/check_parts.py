@@ -27,6 +27,7 @@ from hsswap.driver.round_operations import (
     RoundRules,
     SeedWork,
 )
+from hsswap.driver.sampling_operations import Sampling
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, ClosedError
 
@@ -34,7 +35,7 @@ FEW_INDICES = 64
 
 _RECORDS = (
     *(UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache),
-    *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork),
+    *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
 )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver import round_checks
+from hsswap.driver import host_rounds_sampling, round_checks
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.round_operations import (
     NO_TOKEN,
@@ -35,6 +35,7 @@ from hsswap.driver.round_operations import (
     TokenRingWork,
 )
 from hsswap.driver.rounds_base import RoundKernels
+from hsswap.driver.sampling_operations import RejectWork, SampleWork
 from hsswap.driver.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -108,6 +109,12 @@ class HostRounds(RoundKernels):
 
     def ngram_draft(self, stream: Stream, work: NgramWork) -> None:
         self._enqueue(stream, "ngram_draft", round_checks.ngram, ngram, work)
+
+    def sample(self, stream: Stream, work: SampleWork) -> None:
+        self._enqueue(stream, "sample", round_checks.sample, host_rounds_sampling.sample, work)
+
+    def reject(self, stream: Stream, work: RejectWork) -> None:
+        self._enqueue(stream, "reject", round_checks.reject, host_rounds_sampling.reject, work)
 
 
 def pack(work: PackWork, scratch: Scratch) -> None:

@@ -28,6 +28,7 @@ from hsswap.driver.round_operations import (
     SetWork,
     TokenRingWork,
 )
+from hsswap.driver.sampling_operations import RejectWork, SampleWork
 
 if TYPE_CHECKING:
     from hsswap.driver.base import Stream
@@ -95,3 +96,11 @@ class RoundKernels(ABC):
     @abstractmethod
     def ngram_draft(self, stream: Stream, work: NgramWork) -> None:
         """Drafts by looking the last tokens up in the sequence's own."""
+
+    @abstractmethod
+    def sample(self, stream: Stream, work: SampleWork) -> None:
+        """A token of each row of logits, at random."""
+
+    @abstractmethod
+    def reject(self, stream: Stream, work: RejectWork) -> None:
+        """Choices of a verify by which drafts are accepted with the right probability."""

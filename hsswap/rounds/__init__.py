@@ -1,6 +1,7 @@
 """ROUND-STREAM: speculative decoding, M rounds ahead of the host (:mod:`hsswap.rounds.stream`)."""
 
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
+from hsswap.rounds.choosing import Choice, Choosing
 from hsswap.rounds.contracts import Admission, Drafter, Target
 from hsswap.rounds.drafters import NgramDrafter
 from hsswap.rounds.lengths import (
@@ -16,6 +17,8 @@ __all__ = [
     "Acceptance",
     "Admission",
     "Burst",
+    "Choice",
+    "Choosing",
     "Drafter",
     "Drained",
     "End",

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from hsswap.driver.base import Closeable, Device, Event, Stream
 from hsswap.driver.round_operations import NO_TOKEN, CopyWork, RoundRules, SetWork
+from hsswap.driver.sampling_operations import Sampling
 from hsswap.driver.tensor import Memory, Tensor, tensor_in
 from hsswap.errors import ArgumentError, DeviceError
+from hsswap.rounds.choosing import GREEDY, Choice
 
 OUTBOXES = 2
 """Bursts whose results may be on their way: one that drains, and the next one."""
@@ -27,14 +29,15 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
     """Where one sequence begins: ``tokens`` whose K and V count (a prompt), the ``pending`` token
-    after them (None: there is none, and ``last_pred`` is the model's choice), and the ``capacity``:
-    no row of K and V is committed at this position or behind it.
+    after them (None: there is none, and ``last_pred`` is the model's choice), the ``capacity``: no
+    row of K and V is committed at this position or behind it, and how it chooses.
     """
 
     tokens: Sequence[int]
     pending: int | None
     capacity: int
     last_pred: int = 0
+    choice: Choice = GREEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class StreamBufs(Closeable):
     ``[k + 1]``, ``brk`` and ``acc`` u32 ``[2]``, ``pend`` and ``last_pred`` u32, ``pos_ctr`` and
     ``pos_start`` int32, ``ring`` u32 ``[m_rounds * (k + 1) + 1]`` with its count first, ``depth``
     u32 ``[1]``, ``history`` u32 ``[history_tokens]``, ``capacity`` int32, ``flags`` u32,
-    ``stop_tokens`` u32 ``[max(1, stops)]``, ``tally`` u32 ``[3]``.
+    ``stop_tokens`` u32 ``[max(1, stops)]``, ``tally`` u32 ``[3]``; ``sampling`` is a record.
 
     Raises ArgumentError for a size under 1, DeviceError when there is no memory.
     """
@@ -107,6 +110,11 @@ class StreamBufs(Closeable):
             "history": ("u32", (batch, history_tokens)),
             "capacity": ("i32", (batch,)),
             "stop_tokens": ("u32", (batch, max(1, stops))),
+            "temperature": ("f32", (batch,)),
+            "top_k": ("u32", (batch,)),
+            "top_p": ("f32", (batch,)),
+            "min_p": ("f32", (batch,)),
+            "seed": ("u32", (batch, 2)),
         }
         self._report_words, words = _words(self._reported), _words(self._layout)
         self._buffer = device.allocate(4 * words)
@@ -126,6 +134,9 @@ class StreamBufs(Closeable):
         self.drafts, self.vtok, self.preds = of["drafts"], of["vtok"], of["preds"]
         self.brk, self.acc = of["brk"], of["acc"]
         self.history, self.stop_tokens = of["history"], of["stop_tokens"]
+        self.sampling = Sampling(
+            of["temperature"], of["top_k"], of["top_p"], of["min_p"], of["seed"]
+        )
 
     def rules(self, vocab_size: int) -> RoundRules:
         """Flags and stop tokens, with the model's vocabulary."""
@@ -159,6 +170,10 @@ class StreamBufs(Closeable):
             image["pend"][s] = NO_TOKEN if sequence.pending is None else sequence.pending
             image["last_pred"][s] = sequence.last_pred
             image["capacity"][s] = sequence.capacity
+            choice = sequence.choice
+            image["temperature"][s], image["top_k"][s] = choice.temperature, choice.top_k
+            image["top_p"][s], image["min_p"][s] = choice.top_p, choice.min_p
+            image["seed"][s] = choice.seed & 0xFFFFFFFF, choice.seed >> 32
         source = tensor_in(self._inbox, "u32", self._whole.shape)
         self._kernels.copy_add(stream, CopyWork(source, self._whole))
         await stream.record().wait()

@@ -79,3 +79,9 @@ class Drafter(ABC):
     def seed(self) -> Tensor | None:
         """Where the target's hidden state at the last committed row goes, ``[batch, width]``."""
         return None
+
+    def distribution(self) -> Tensor | None:
+        """What each draft was drawn from, float32 ``[batch, k, vocab_size]``, for rejection; None:
+        drafts are not drawn.
+        """
+        return None

@@ -18,8 +18,10 @@ from hsswap.driver.round_operations import (
     RoundEndWork,
     SeedWork,
 )
+from hsswap.driver.sampling_operations import Purpose, RejectWork, SampleWork
 from hsswap.errors import ArgumentError
 from hsswap.rounds.buffers import StreamBufs
+from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
 from hsswap.rounds.lengths import PointerTable, kv_len_ptr_table
 
@@ -28,12 +30,14 @@ from hsswap.rounds.lengths import PointerTable, kv_len_ptr_table
 class RoundOptions:
     """``p_min``: drafts end before one of less probability (0: never); with ``p_min_first`` also
     before the first, so that a round may draft nothing. ``adapt_from``: a round drafts one more
-    than the last one accepted, and at least so many; None: always k.
+    than the last one accepted, and at least so many; None: always k. ``choosing``: what drafts are
+    held against.
     """
 
     p_min: float = 0.0
     p_min_first: bool = False
     adapt_from: int | None = None
+    choosing: Choosing = Choosing.GREEDY
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p_min <= 1.0:
@@ -78,7 +82,7 @@ class Round(Closeable):
             depth=bufs.depth,
             capacity=bufs.capacity,
         )
-        self._choose = ArgmaxWork(target.logits, bufs.preds)
+        self._choose = _choose(bufs, target, drafter, options.choosing)
         self._end = RoundEndWork(
             AcceptWork(
                 *(bufs.preds, bufs.vtok, bufs.last_pred, bufs.brk, bufs.acc, rules, bufs.ring),
@@ -103,9 +107,34 @@ class Round(Closeable):
         self._drafter.draft(stream, self._bufs)
         self._kernels.spec_assemble_verify(stream, self._assemble)
         self._target.verify(stream, self._bufs)
-        self._kernels.argmax(stream, self._choose)
+        match self._choose:
+            case ArgmaxWork() as work:
+                self._kernels.argmax(stream, work)
+            case SampleWork() as work:
+                self._kernels.sample(stream, work)
+            case RejectWork() as work:
+                self._kernels.reject(stream, work)
         self._kernels.spec_round_end(stream, self._end)
 
     def close(self) -> None:
         """Free the table of lengths. Work on it must have ended. Twice is fine."""
         self._table.close()
+
+
+def _choose(
+    bufs: StreamBufs, target: Target, drafter: Drafter, choosing: Choosing
+) -> ArgmaxWork | SampleWork | RejectWork:
+    """The launch that makes ``preds``."""
+    match choosing:
+        case Choosing.GREEDY:
+            return ArgmaxWork(target.logits, bufs.preds)
+        case Choosing.SAMPLE:
+            # Row r stands at pos_start + r and chooses for the position behind it.
+            return SampleWork(
+                *(target.logits, bufs.sampling, bufs.pos_start, 1, Purpose.TARGET, bufs.preds)
+            )
+        case Choosing.REJECT:
+            return RejectWork(
+                *(target.logits, bufs.sampling, bufs.pos_start, bufs.vtok, bufs.brk, bufs.preds),
+                drafter.distribution(),
+            )

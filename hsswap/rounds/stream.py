@@ -18,6 +18,7 @@ from hsswap.driver.base import Device, Stream
 from hsswap.driver.round_operations import RoundFlag
 from hsswap.errors import ArgumentError, BadDraft, ClosedError, HsswapError, ModelError
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
+from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
 from hsswap.rounds.pacing import Progress, furthest, rounds_to_issue
 from hsswap.rounds.round import Round, RoundOptions
@@ -116,7 +117,8 @@ class RoundStream:
         )
         self._owned: list[StreamBufs | Round | Stream] = [self._bufs]
         try:
-            self._round = Round(device, self._bufs, target, drafter, options or RoundOptions())
+            self._options = options or RoundOptions()
+            self._round = Round(device, self._bufs, target, drafter, self._options)
             self._owned.append(self._round)
             self._stream = stream or device.stream()
             if stream is None:
@@ -165,8 +167,8 @@ class RoundStream:
         """Begin with new sequences, one for each place of the batch.
 
         The target must hold each one's K and V. Raises ArgumentError, and nothing is changed, for
-        lists of the wrong size, a capacity under the tokens that are there, and while bursts are
-        under way.
+        lists of the wrong size, a capacity under the tokens that are there, a temperature where
+        the stream is greedy, and while bursts are under way.
         """
         self._check_open()
         if self._under_way or self._waiting:
@@ -177,6 +179,10 @@ class RoundStream:
                 raise ArgumentError(
                     f"a capacity of {sequence.capacity} for a sequence of {len(sequence.tokens)} "
                     f"tokens; it must be as many or more, and under history_tokens ({room})"
+                )
+            if sequence.choice.temperature and self._options.choosing is Choosing.GREEDY:
+                raise ArgumentError(
+                    "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
                 )
         await self._bufs.start(self._stream, sequences, stop_tokens)
         self._starts = list(sequences)

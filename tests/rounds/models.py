@@ -66,6 +66,7 @@ class TableTarget(Target, Closeable):
         self.logits = tensor_in(self._buffer, "f32", (batch, k + 1, vocab))
         self.cache = np.full((2, batch, room + k + 1), -1, np.int64)
         self.key = 0
+        self.always: NDArray[np.float32] | None = None
         self.bad_at: int | None = None
         self.passes = self.issued = 0
         self.admitted: list[list[int]] = []
@@ -102,6 +103,8 @@ class TableTarget(Target, Closeable):
             for r in range(int(brk[s].sum())):
                 end = int(counters[r % 2][s]) + r + 1
                 logits[s, r] = logits_after(self.cache[r % 2, s, :end], self.vocab_size, self.key)
+                if self.always is not None:
+                    logits[s, r] = self.always
                 if self.bad_at is not None and end > self.bad_at:
                     logits[s, r] = np.nan
 

@@ -10,7 +10,7 @@ import pytest
 
 from hsswap.driver.host import HostDevice
 from hsswap.errors import ArgumentError, BadDraft, ClosedError, DeviceError, ModelError
-from hsswap.rounds import End, NgramDrafter, RoundOptions, RoundStream, SequenceStart
+from hsswap.rounds import Choice, End, NgramDrafter, RoundOptions, RoundStream, SequenceStart
 from tests.rounds.models import GuessDrafter, TableTarget, greedy
 from tests.rounds.opened import VOCAB, opened
 
@@ -272,6 +272,8 @@ async def test_starts_that_cannot_be() -> None:
             await stream.start([begin(-1)])
         with pytest.raises(ArgumentError, match="stop"):
             await stream.start([begin(3)], range(9))
+        with pytest.raises(ArgumentError, match="temperature"):
+            await stream.start([SequenceStart(PROMPT, FIRST, 20, choice=Choice(1.0))])
         await stream.start([begin(30)])
         await collect(stream.tokens(), [])
         target.hold_tokens([PROMPT])
