@@ -135,7 +135,8 @@ class GroupPool:
         """Host slots that may be held while nothing is on its way to free them: others need two
         tiles.
         """
-        return self.tier.slot_count - 2 * tile_blocks - self.reserved_slots
+        held = self.reserved_slots + self.tier.pinned_count
+        return self.tier.slot_count - 2 * tile_blocks - held
 
     def close(self) -> None:
         """Free the memory; nothing may be in flight."""

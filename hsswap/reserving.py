@@ -50,6 +50,10 @@ class Reservation:
                 self._slots[blocks.layer] = np.append(self._slots[blocks.layer], slots)
                 blocks.pool.reserved_slots += len(slots)
 
+    def held(self, layer: int, count: int) -> I32:
+        """The slots of the next ``count`` blocks to be filled, which stay held."""
+        return self._slots[layer][:count].copy()
+
     def take(self, layer: int, pool: GroupPool, count: int) -> I32:
         """The slots of the next blocks to be filled, at most ``count``. Under the swap's lock."""
         slots = self._slots[layer][:count]

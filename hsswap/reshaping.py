@@ -35,26 +35,31 @@ class Reshaping(SequenceState):
             config = self._swap.config
             longest = config.capacity_blocks * config.dims.block_size
             tokens = checked_length(tokens, longest)
-            blocks = config.dims.blocks_of(self.length + tokens)
-            await self._when_room(lambda: self._hold_ids(blocks))
-            wanted: list[Blocks] = []
-            of_pool: dict[GroupPool, int] = {}
-            for cache in self._layers:
-                first = cache.length // cache.pool.block_size
-                stop = (cache.length + tokens) // cache.pool.block_size
-                count = self._reservation.missing(cache.layer, stop - first)
-                indices = self._indices[stop - count : stop]
-                wanted.append(Blocks(cache.pool, cache.layer, indices))
-                of_pool[cache.pool] = of_pool.get(cache.pool, 0) + count
+            await self._reserve_until([cache.length + tokens for cache in self._layers])
+
+    async def _reserve_until(self, lengths: list[int]) -> None:
+        """Take ids, and in each layer host slots for the blocks that are full at a length."""
+        await self._when_room(
+            lambda: self._hold_ids(self._swap.config.dims.blocks_of(max(lengths)))
+        )
+        wanted: list[Blocks] = []
+        of_pool: dict[GroupPool, int] = {}
+        for cache, length in zip(self._layers, lengths, strict=True):
+            first = cache.length // cache.pool.block_size
+            stop = length // cache.pool.block_size
+            count = self._reservation.missing(cache.layer, stop - first)
+            indices = self._indices[stop - count : stop]
+            wanted.append(Blocks(cache.pool, cache.layer, indices))
+            of_pool[cache.pool] = of_pool.get(cache.pool, 0) + count
+        with self._swap.lock:
+            self._reservation.check(of_pool)
+        try:
+            for more in wanted:
+                await self._reservation.add(more)
+        except BaseException:
             with self._swap.lock:
-                self._reservation.check(of_pool)
-            try:
-                for more in wanted:
-                    await self._reservation.add(more)
-            except BaseException:
-                with self._swap.lock:
-                    self._reservation.abandon()
-                raise
+                self._reservation.abandon()
+            raise
 
     async def truncate(self, length: int, *, stream: object | None = None) -> None:
         """Forget all but the first ``length`` tokens of every layer: rejected speculation.

@@ -11,16 +11,16 @@ import numpy as np
 from hsswap.appending import Rows, enqueue_rows
 from hsswap.arguments import checked_query, checked_rows
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, try_attend_exact
+from hsswap.capturing import Capturing
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError
 from hsswap.exact import blocks_ahead
 from hsswap.prefetch import Blocks
-from hsswap.reusing import Reusing
 from hsswap.tiers import I32, SlotState
 from hsswap.writeback import Batch
 
 
-class Sequence(Reusing):
+class Sequence(Capturing):
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
 
     Calls of one sequence must not overlap (ArgumentError); different sequences are independent.
@@ -147,6 +147,10 @@ class Sequence(Reusing):
         with self._swap.lock:
             if self._closed:
                 return
+            if self._steps is not None and not self._swap.closed:
+                raise ArgumentError(
+                    "close() while captured steps of the sequence are open; leave their block first"
+                )
             if self._busy:
                 raise ArgumentError(f"close() while {self._busy} of the same sequence is running")
             self._closed = True

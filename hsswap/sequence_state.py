@@ -21,6 +21,7 @@ from hsswap.tiers import I64
 from hsswap.topk import TopK, TopKLayer
 
 if TYPE_CHECKING:
+    from hsswap.captured import CapturedSteps
     from hsswap.swap import HighSpeedSwap
 
 QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
@@ -48,6 +49,7 @@ class SequenceState:
         self._broken: BaseException | None = None
         self._unrecorded: Stream | None = None
         self._closed = False
+        self._steps: CapturedSteps | None = None
         self._cut_to: int | None = None  # a truncate was interrupted at this length
         self._reservation = Reservation(swap, len(self._layers))
         if top_k is not None:
@@ -78,6 +80,8 @@ class SequenceState:
 
     async def quiet(self) -> None:
         """Wait until no enqueued work uses the sequence's slots. For the swap."""
+        if self._steps is not None:  # its launches are the engine's, on this stream
+            self._unrecorded = self._steps.stream
         for _ in range(QUIET_ATTEMPTS):
             if self._unrecorded is None:
                 break
@@ -124,6 +128,10 @@ class SequenceState:
             if self._busy:
                 raise ArgumentError(
                     f"{what} while {self._busy} of the same sequence is running; await it first"
+                )
+            if self._steps is not None:
+                raise ArgumentError(
+                    f"{what} while captured steps of the sequence are open; leave their block first"
                 )
             if self._broken is not None:
                 raise DeviceError(

@@ -7,7 +7,8 @@ swap do it. All of it is guarded by the swap's one lock. Host slots go through t
     FREE --take--> DIRTY --start_write--> WRITING --finish_write--> CLEAN
                      ^----------- (failed) ----------'
 
-A *lease* keeps a slot from being given up while work in flight uses it. A slot read *ahead* waits
+A *lease* keeps a slot from being given up while work in flight uses it. A *pinned* lease is held
+for longer: nobody waits for it to come back. A slot read *ahead* waits
 for its first use; a *cached* one stays after use. Exact mode is a cyclic scan, for which keeping a
 fixed part is optimal and recency is the worst choice, so a scan never pushes out what is cached.
 """
@@ -53,6 +54,7 @@ class HostTier:
         self._rows = list(self.slot_of)
         self.state = np.zeros(slots, np.int8)
         self.leases = np.zeros(slots, np.int32)
+        self.pinned = np.zeros(slots, np.int32)
         self.layer_of = np.full(slots, -1, np.int32)
         self.index_of = np.full(slots, -1, np.int64)
         self.evictions = 0
@@ -98,6 +100,19 @@ class HostTier:
         """
         self.leases[slots] -= 1
         self._settle(slots, scan=scan)
+
+    def pin(self, slots: I32) -> None:
+        """Say of leases on distinct slots that they are held until :meth:`unpin`."""
+        self.pinned[slots] += 1
+
+    def unpin(self, slots: I32) -> None:
+        """They are leases like others again, to be released."""
+        self.pinned[slots] -= 1
+
+    @property
+    def pinned_count(self) -> int:
+        """Slots with a lease that is pinned."""
+        return int(np.count_nonzero(self.pinned))
 
     def admit(self, layer: int, indices: I64) -> tuple[I32, NDArray[np.bool_]] | None:
         """Lease slots for distinct blocks that are needed now, all or none.
@@ -230,7 +245,7 @@ class HostTier:
             return True
         candidates = (self.state == CLEAN) & (self.leases == 0)
         candidates[spare] = False
-        if (self.leases > 0).any():
+        if (self.leases > self.pinned).any():
             candidates &= self._ahead
         idle = np.flatnonzero(candidates).astype(np.int32)
         if len(idle) < short:
@@ -251,6 +266,7 @@ class HostTier:
         assert len(set(self._free[: self._free_count].tolist())) == self._free_count
         assert (self.leases >= 0).all()
         assert (self.leases[self.state == FREE] == 0).all()
+        assert (self.pinned <= self.leases).all()
         assert self._cached_in_layer.sum() == self._cached.sum()
 
 

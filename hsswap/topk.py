@@ -92,7 +92,7 @@ class TopKLayer:
     ) -> None:
         self._cache = cache
         self._settings = settings
-        self._slots = slots
+        self.slots = slots
         pool = cache.pool
         heads, queries, count = pool.group.kv_heads, pool.group.q_heads, len(slots)
         self._most = settings.pinned_blocks(pool.block_size) + settings.k
@@ -119,7 +119,7 @@ class TopKLayer:
             self._device_memory.close()
             raise
         self._on_host["slots"].array()[...] = pool.slots.units(slots)
-        self._step = 0
+        self.step = 0
         self._turn = 0
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -129,7 +129,38 @@ class TopKLayer:
 
     def reset(self) -> None:
         """Take the cache as empty: what select announced did not all arrive."""
-        self._step = 0
+        self.step = 0
+        self._last = None
+
+    @property
+    def k(self) -> int:
+        """Blocks a KV head that the predictor chooses."""
+        return self._settings.k
+
+    @property
+    def chosen_count(self) -> int:
+        """Blocks a KV head that are chosen in all, where top-k applies."""
+        return self._most
+
+    @property
+    def cache_tables(self) -> UnitCache:
+        """What the device knows of the cache, with the slots in host memory."""
+        on_device = self._on_device
+        return UnitCache(
+            self._on_host["slots"], on_device["owner"], on_device["mass"], on_device["used"]
+        )
+
+    def pinned(self, blocks: int) -> I32:
+        """The blocks that are always chosen of so many: the first, and those of the last tokens."""
+        recent = -(-PINNED_RECENT_TOKENS // self._cache.pool.block_size)
+        return np.concatenate(([0], np.arange(blocks - recent, blocks))).astype(np.int32)
+
+    def resume(self, steps: int) -> None:
+        """Go on behind at most so many steps of which the host saw nothing.
+
+        A cache that was empty before them is taken as empty: perhaps none of them ran.
+        """
+        self.step += steps + 1 if self.step else 0
         self._last = None
 
     def enqueue_choice(
@@ -152,8 +183,6 @@ class TopKLayer:
                 cache.group_layer, queries, indices[:blocks].astype(np.int32), scores
             ),
         )
-        recent = -(-PINNED_RECENT_TOKENS // cache.pool.block_size)
-        pinned = np.concatenate(([0], np.arange(blocks - recent, blocks))).astype(np.int32)
         on_host = self._on_host
         choice = Choice(
             on_host["chosen" + turn],
@@ -161,19 +190,15 @@ class TopKLayer:
             on_host["missing" + turn],
             on_host["left_out" + turn],
         )
-        on_device = self._on_device
-        unit_cache = UnitCache(
-            on_host["slots"], on_device["owner"], on_device["mass"], on_device["used"]
-        )
         last_chosen, last_mass = self._last or (None, None)
         device.select(
             stream,
             SelectWork(
                 scores=scores,
                 k=self._settings.k,
-                pinned=pinned,
-                cache=unit_cache,
-                step=self._step,
+                pinned=self.pinned(blocks),
+                cache=self.cache_tables,
+                step=self.step,
                 decay=MASS_DECAY,
                 last_chosen=last_chosen,
                 last_mass=last_mass,
@@ -183,7 +208,7 @@ class TopKLayer:
                 left_out=choice.left_out,
             ),
         )
-        self._step += 1
+        self.step += 1
         return choice
 
     def enqueue_gather(
@@ -244,14 +269,14 @@ class TopKLayer:
             ),
         )
         device.finalize(stream, FinalizeWork(state, out, block_lse=block_lse, block_mass=mass))
-        self._last = (choice.chosen, _first_columns(mass.row(0), self._most))
+        self._last = (choice.chosen, first_columns(mass.row(0), self._most))
         self._turn = 1 - self._turn
 
     def close(self) -> I32:
         """Free the buffers; returns the device slots. No enqueued work may use them."""
         self._device_memory.close()
         self._host_memory.close()
-        return self._slots
+        return self.slots
 
 
 def _carve(
@@ -276,7 +301,8 @@ def _first(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor_in(_Span(tensor), tensor.dtype, shape)
 
 
-def _first_columns(tensor: Tensor, count: int) -> Tensor:
+def first_columns(tensor: Tensor, count: int) -> Tensor:
+    """The first columns of a matrix."""
     shape = (tensor.shape[0], count)
     return Tensor(tensor.address, shape, tensor.strides, tensor.dtype, tensor.on_device, tensor)
 

@@ -150,7 +150,7 @@ class WriteBehind:
         """
         dirty = 0
         for pool in pools:
-            if (pool.tier.leases > 0).any():
+            if (pool.tier.leases > pool.tier.pinned).any():
                 return None
             dirty += int((pool.tier.state == SlotState.DIRTY).sum()) - pool.reserved_slots
         failed = sum(len(batch.slots) for batch, _ in self._failed)

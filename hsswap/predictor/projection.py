@@ -68,7 +68,7 @@ class ProjectionPredictor:
         return EncodeWork(self._codes[group_layer], blocks, host_slots, indices)
 
     def score_work(
-        self, group_layer: int, queries: Tensor, indices: I32, scores: Tensor
+        self, group_layer: int, queries: Tensor, indices: I32 | Tensor, scores: Tensor
     ) -> ScoreWork:
         """Work that scores blocks for ``queries`` ``[Q, dk]`` into ``scores`` ``[H, B]``."""
         return ScoreWork(self._codes[group_layer], queries, indices, scores)

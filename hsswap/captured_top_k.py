@@ -1,0 +1,165 @@
+"""A captured top-k step of one layer: score, select, fetch, attend and mass, with no look back.
+
+The blocks that were full when the steps began are ranked. Those behind them are attended always:
+their codes are made when the sequence is taken back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hsswap.captured_layer import CapturedLayer, Held, TableMemory
+from hsswap.driver.base import Device, Stream
+from hsswap.driver.operations import (
+    I32,
+    AttendWork,
+    AttentionState,
+    FetchWork,
+    FinalizeWork,
+    SelectWork,
+    UnitCache,
+)
+from hsswap.driver.tensor import Tensor
+from hsswap.exact import LayerCache
+from hsswap.predictor import ProjectionPredictor
+from hsswap.topk import MASS_DECAY, TopKLayer, first_columns
+
+
+class CapturedTopK(CapturedLayer):
+    """Launches of one layer that attend what the predictor chooses."""
+
+    def __init__(
+        self,
+        device: Device,
+        cache: LayerCache,
+        held: Held,
+        memory: TableMemory,
+        ranked: TopKLayer,
+        predictor: ProjectionPredictor,
+        indices: I32,
+    ) -> None:
+        """``indices`` ``[first]``: where the codes of the full blocks are."""
+        super().__init__(device, cache, held, memory)
+        self._ranked = ranked
+        self._predictor = predictor
+        group, heads, count = cache.pool.group, cache.pool.group.kv_heads, ranked.chosen_count
+        tail = np.arange(held.first, held.end, dtype=np.int32)
+        listed = np.zeros((1, heads, count + len(tail)), np.int32)
+        chosen = np.full((heads, count), -1, np.int32)
+        tables = {
+            "host slots": held.leased,
+            "index": indices,
+            "pinned": ranked.pinned(held.first),
+            "step": np.full(heads, ranked.step, np.int32),
+            "cache slots": cache.pool.slots.units(ranked.slots),
+            "tail": tail,
+            "chosen": chosen,
+            "chosen slots": chosen,
+            "attended": listed,
+            "positions": listed,
+            "absent": chosen,
+            "absent count": np.zeros(heads, np.int32),
+        }
+        for name, table in tables.items():
+            memory.add(self._name + name, "i32", table)
+        measures = {
+            "scores": (heads, held.first),
+            "left out": (heads,),
+            "block lse": (1, 1, group.q_heads, listed.shape[2]),
+            "mass": listed.shape,
+        }
+        for name, shape in measures.items():
+            memory.add(self._name + name, "f32", np.zeros(shape, np.float32))
+        memory.add(self._name + "missing", "u8", np.zeros((heads, count), np.uint8))
+
+    @property
+    def left_out(self) -> Tensor:
+        """The share of predicted mass that the last step left out, f32 ``[H]``."""
+        return self._tensor("left out")
+
+    def attend(
+        self, stream: Stream, counter: Tensor, queries: Tensor, state: AttentionState, out: Tensor
+    ) -> None:
+        """One row ``[1, Q, dk]`` over what is chosen for it and all blocks that came later."""
+        device, tensor, pool = self.device, self._tensor, self.cache.pool
+        self._choose(stream, queries.row(0))
+        mass = tensor("mass")
+        span = device.span_tokens(mass.shape[2] * pool.block_size)
+        block_lse = tensor("block lse")
+        device.attend(
+            stream,
+            AttendWork(
+                queries=queries.as_batch(),
+                lengths=counter,
+                units=pool.units,
+                slots=tensor("attended"),
+                first_block=0,
+                positions=tensor("positions"),
+                span_blocks=span // pool.block_size,
+                state=state,
+                begin=True,
+                block_lse=block_lse,
+                blocks=pool.blocks,
+                added_tokens=1,
+            ),
+        )
+        finalize = FinalizeWork(state, out.as_batch(), block_lse=block_lse, block_mass=mass)
+        device.finalize(stream, finalize)
+
+    def _choose(self, stream: Stream, query: Tensor) -> None:
+        """Rank, choose and fetch for one row ``[Q, dk]``, and list what is to be attended."""
+        device, tensor, pool = self.device, self._tensor, self.cache.pool
+        ranked = self._ranked
+        device.score(
+            stream,
+            self._predictor.score_work(
+                self.cache.group_layer, query, tensor("index"), tensor("scores")
+            ),
+        )
+        owned = ranked.cache_tables
+        cache = UnitCache(tensor("cache slots"), owned.owner, owned.mass, owned.used)
+        chosen, mass = tensor("chosen"), tensor("mass")
+        select = SelectWork(
+            scores=tensor("scores"),
+            k=ranked.k,
+            pinned=tensor("pinned"),
+            cache=cache,
+            step=tensor("step"),
+            decay=MASS_DECAY,
+            last_chosen=chosen,
+            last_mass=first_columns(mass.row(0), chosen.shape[1]),
+            chosen=chosen,
+            chosen_slots=tensor("chosen slots"),
+            missing=tensor("missing"),
+            left_out=tensor("left out"),
+        )
+        device.select(stream, select)
+        first = self.held.first
+        slots = self.memory.tensor(self._name + "slots").row(0)
+        tail = Tensor(
+            slots.address + first * slots.strides[1],
+            (slots.shape[0], self.held.end - first),
+            slots.strides,
+            "i32",
+            slots.on_device,
+            slots,
+        )
+        fetch = FetchWork(
+            units=pool.units,
+            blocks=pool.blocks,
+            chosen=chosen,
+            chosen_slots=select.chosen_slots,
+            missing=select.missing,
+            cache=cache,
+            host_slots=tensor("host slots"),
+            tail_slots=tail,
+            tail_positions=tensor("tail"),
+            slots=tensor("attended").row(0),
+            positions=tensor("positions").row(0),
+            absent=tensor("absent"),
+            absent_count=tensor("absent count"),
+        )
+        device.fetch(stream, fetch)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.memory.tensor(self._name + name)

@@ -1,0 +1,251 @@
+"""The calls of a sequence that open captured steps, and take the sequence back from them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hsswap.arguments import checked_length
+from hsswap.captured import MOST_ROWS, CapturedSteps
+from hsswap.captured_layer import CapturedLayer, Handover, Held, TableMemory, hand_over
+from hsswap.captured_top_k import CapturedTopK
+from hsswap.driver.base import Stream
+from hsswap.driver.operations import GatherWork, ScatterWork
+from hsswap.errors import ArgumentError, OutOfSlots
+from hsswap.exact import LayerCache
+from hsswap.loop import in_thread, insist
+from hsswap.pools import GroupPool
+from hsswap.prefetch import Blocks
+from hsswap.retiring import Resident
+from hsswap.reusing import Reusing
+from hsswap.tiers import I32, I64
+from hsswap.writeback import Batch
+
+NO_IDS: I64 = np.empty(0, np.int64)
+
+
+@dataclass(eq=False, slots=True)
+class _Holding:
+    """What captured steps hold, while it comes together: leased host slots of each layer by block
+    (-1: on the device), and device slots for blocks to come.
+    """
+
+    leased: list[I32] = field(default_factory=list)
+    spare: list[I32] = field(default_factory=list)
+
+
+class Capturing(Reusing):
+    """Captured steps of :class:`hsswap.Sequence`."""
+
+    @asynccontextmanager
+    async def captured(
+        self, tokens: int, *, rows: int = 1, stream: object | None = None
+    ) -> AsyncIterator[CapturedSteps]:
+        """Steps for up to ``tokens`` more tokens, that an engine can capture in a graph.
+
+        Brings every block that is in no device slot into the host tier and keeps it there, and
+        takes ids and slots for the tokens. ``rows``: most query rows of a step, 1 to 16. Inside the
+        block the sequence can be used through what this gives only. Before its end call
+        :meth:`~hsswap.captured.CapturedSteps.finish` with the length the steps came to; without,
+        all of them are forgotten. ``stream``: on it the steps run, or it follows them.
+
+        Raises ArgumentError when layers differ in length, OutOfBlocks, OutOfSlots with the number
+        of host slots needed, BlockIOError for a block that cannot be read: nothing is held then.
+        """
+        raw_stream = self._swap.stream_of(stream)
+        with self._exclusive("captured"):
+            longest = self._swap.config.capacity_blocks * self._swap.config.dims.block_size
+            tokens = checked_length(tokens, longest)
+            if not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
+                raise ArgumentError(f"rows is {rows!r}; a captured step has 1 to {MOST_ROWS}")
+            steps, held = await self._open_steps(tokens, rows, raw_stream)
+            self._steps = steps
+        try:
+            yield steps
+        finally:
+            steps.end()
+            await insist(lambda: self._take_back(steps, held, raw_stream))
+
+    async def _open_steps(
+        self, tokens: int, rows: int, stream: Stream
+    ) -> tuple[CapturedSteps, list[Held]]:
+        swap = self._swap
+        lengths = {cache.length for cache in self._layers}
+        if len(lengths) > 1:
+            raise ArgumentError(
+                f"captured steps while layers have {min(lengths)} to {max(lengths)} tokens; append "
+                "to all"
+            )
+        size = swap.config.dims.block_size
+        first, end = lengths.pop() // size, swap.config.dims.blocks_of(self.length + tokens)
+        end = max(end, first + 1)
+        await self._reserve_until([end * size] * len(self._layers))
+        holding = _Holding()
+        try:
+            await self._hold_full_blocks(holding, first)
+            with swap.lock:
+                for cache in self._layers:
+                    holding.spare.append(_spare_slots(cache, end - first - 1))
+                held = [
+                    Held(leased, spare, self._reservation.held(layer, end - first))
+                    for layer, (leased, spare) in enumerate(
+                        zip(holding.leased, holding.spare, strict=True)
+                    )
+                ]
+            steps = await self._prepare(held, tokens, rows, stream)
+        except BaseException:
+            with swap.lock:
+                self._let_go_of(holding)
+            raise
+        return steps, held
+
+    async def _prepare(
+        self, held: list[Held], tokens: int, rows: int, stream: Stream
+    ) -> CapturedSteps:
+        """Tables on the device, for what is held."""
+        swap, memory = self._swap, TableMemory()
+        layers: list[CapturedLayer] = []
+        for cache, mine in zip(self._layers, held, strict=True):
+            ranked = self._top_k_layers[cache.layer] if self.top_k is not None else None
+            if ranked is None or not ranked.applies():
+                layers.append(CapturedLayer(swap.device, cache, mine, memory))
+                continue
+            indices = self._indices[: mine.first].astype(np.int32)
+            predictor = swap.predictor_of(cache.layer)
+            layers.append(
+                CapturedTopK(swap.device, cache, mine, memory, ranked, predictor, indices)
+            )
+        steps = CapturedSteps(swap, layers, memory, tokens, rows, stream)
+        await in_thread(steps.prepare)
+        try:
+            with swap.lock:
+                swap.check_open()
+                with self._ordered(stream):
+                    steps.begin()
+            assert self._last is not None
+            await self._last[1].wait()
+        except BaseException:
+            await insist(self.quiet)
+            await in_thread(steps.free)
+            raise
+        return steps
+
+    async def _hold_full_blocks(self, holding: _Holding, first: int) -> None:
+        """Lease, and pin, host slots of every block that is in no device slot."""
+        swap = self._swap
+        missing = [np.flatnonzero(cache.device_slot[:first] < 0) for cache in self._layers]
+        wanted: dict[GroupPool, int] = {}
+        for cache, blocks in zip(self._layers, missing, strict=True):
+            wanted[cache.pool] = wanted.get(cache.pool, 0) + len(blocks)
+        with swap.lock:
+            for pool, count in wanted.items():
+                most = pool.spare_host_slots(swap.config.tile_blocks)
+                if count > most:
+                    raise OutOfSlots(
+                        f"captured steps need {count} host slots for the sequence's blocks and "
+                        f"{max(0, most)} can be held; raise host_slots by {count - max(0, most)}"
+                    )
+        step = swap.config.tile_blocks
+        for cache, blocks in zip(self._layers, missing, strict=True):
+            leased = np.full(first, -1, np.int32)
+            holding.leased.append(leased)
+            for start in range(0, len(blocks), step):
+                part = blocks[start : start + step]
+                asked = Blocks(cache.pool, cache.layer, self._indices[part])
+                loaded = await swap.prefetcher.load(asked)
+                with swap.lock:
+                    leased[part] = loaded.slots
+                    cache.pool.tier.pin(loaded.slots)
+
+    def _let_go_of(self, holding: _Holding) -> None:
+        """Give back what was held for steps that never ran. Under the swap's lock."""
+        for cache, leased in zip(self._layers, holding.leased, strict=False):
+            slots = leased[leased >= 0]
+            cache.pool.tier.unpin(slots)
+            self._swap.release_now(cache.pool, slots)
+        for cache, spare in zip(self._layers, holding.spare, strict=False):
+            cache.pool.give_back_resident(cache.group_layer, spare)
+
+    async def _take_back(self, steps: CapturedSteps, held: list[Held], stream: Stream) -> None:
+        """Go on where the steps ended; then free what they used."""
+        swap = self._swap
+        with swap.lock:
+            if swap.closed:
+                return  # and with it goes all of this
+            if self._steps is not None:
+                self._hand_over(steps.final_length, held, stream)
+        await self.quiet()
+        await in_thread(steps.free)
+
+    def _hand_over(self, length: int, held: list[Held], stream: Stream) -> None:
+        swap, before = self._swap, self.length
+        self._steps = None
+        overs: list[Handover] = []
+        try:
+            with self._ordered(stream):
+                for cache, mine in zip(self._layers, held, strict=True):
+                    active = cache.active
+                    over = hand_over(cache, mine, length, may_stay=self.top_k is None)
+                    overs.append(over)
+                    self._enqueue_over(cache, mine, over, active, stream)
+        except BaseException as error:
+            self._broken = error
+            raise
+        assert self._last is not None
+        event = self._last[1]
+        unused: list[Resident] = []
+        for cache, mine, over in zip(self._layers, held, overs, strict=True):
+            pool = cache.pool
+            slots = self._reservation.take(cache.layer, pool, over.filled)
+            indices = self._indices[mine.first : mine.first + over.filled]
+            batch = Batch(
+                Blocks(pool, cache.layer, indices), slots, keep=True, scan=self.top_k is None
+            )
+            for keep in (True, False):
+                part = np.flatnonzero(over.stays != keep)
+                if len(part):
+                    swap.writes.write_after(event, replace(batch.part(part), keep=keep))
+            leased = mine.leased[mine.leased >= 0]
+            pool.tier.unpin(leased)
+            if len(leased):
+                swap.release_after(event, pool, leased, scan=self.top_k is None)
+            unused.append(Resident(pool, cache.group_layer, over.unused))
+            if self.top_k is not None:
+                self._top_k_layers[cache.layer].resume(length - before)
+        swap.retiring.later(NO_IDS, unused, event)
+        swap.counters.appended_tokens += length - before
+
+    def _enqueue_over(
+        self, cache: LayerCache, held: Held, over: Handover, active: int, stream: Stream
+    ) -> None:
+        """Launch the copies that a hand-over needs, and the codes of full blocks."""
+        swap, pool = self._swap, cache.pool
+        heads = np.arange(pool.group.kv_heads, dtype=np.int32)
+
+        def moved(slot: int, host_slot: int) -> tuple[I32, I32, I32]:
+            units = pool.slots.units(np.array([slot], np.int32)).ravel()
+            return np.full(len(heads), host_slot, np.int32), heads, units
+
+        if over.filled:  # its first rows are in the device slot only
+            there = moved(active, int(held.reserved[0]))
+            swap.device.scatter(stream, ScatterWork(pool.blocks, pool.units, *there))
+        if over.restore is not None:
+            back = moved(cache.active, int(held.reserved[over.restore - held.first]))
+            swap.device.gather(stream, GatherWork(pool.blocks, pool.units, *back))
+        if self.top_k is not None and over.filled:
+            indices = self._indices[held.first : held.first + over.filled].astype(np.int32)
+            slots = held.reserved[: over.filled]
+            predictor = swap.predictor_of(cache.layer)
+            work = predictor.encode_work(cache.group_layer, pool.blocks, slots, indices)
+            swap.device.encode(stream, work)
+
+
+def _spare_slots(cache: LayerCache, most: int) -> I32:
+    """Device slots for blocks behind the one being filled, as many as the layer may take."""
+    slots: list[int] = []
+    while len(slots) < most and (slot := cache.pool.take_resident(cache.group_layer)) is not None:
+        slots.append(slot)
+    return np.array(slots, np.int32)
