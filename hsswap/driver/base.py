@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.operations import (
     AppendAtWork,
     AppendWork,
@@ -250,11 +251,11 @@ class Device(Closeable):
         """Turn carried state into BF16 output, and logsumexp and block masses where asked."""
 
     @abstractmethod
-    def encode(self, stream: Stream, work: EncodeWork) -> None:
+    def encode(self, stream: Stream, work: EncodeWork | EncodeCodesWork) -> None:
         """Compress the keys of blocks into the predictor's codes."""
 
     @abstractmethod
-    def score(self, stream: Stream, work: ScoreWork) -> None:
+    def score(self, stream: Stream, work: ScoreWork | ScoreCodesWork) -> None:
         """Rank a sequence's blocks for a query, per KV head, from codes."""
 
     @abstractmethod

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.driver.codes_operations import Attended, LayerCodes, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
     AttentionState,
@@ -36,6 +37,7 @@ FEW_INDICES = 64
 _RECORDS = (
     *(UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache),
     *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
+    *(LayerCodes, Resident, ScoreMemory, Attended),
 )
 
 
@@ -49,6 +51,8 @@ def named_tensors(work: object) -> list[tuple[str, Tensor]]:
             found.append((name, value))
         elif kind in _RECORDS:
             found += [(f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value)]
+        elif kind is tuple:
+            found += [(name, item) for item in value if type(item) is Tensor]
     return found
 
 

@@ -11,9 +11,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hsswap.config import SPAN_TOKENS
-from hsswap.driver import checks, host_attention, host_finalize, host_ops, host_select
+from hsswap.driver import (
+    checks,
+    codes_checks,
+    host_attention,
+    host_codes,
+    host_finalize,
+    host_ops,
+    host_select,
+)
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
+from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_rounds import HostRounds
 from hsswap.driver.host_stream import HostGraph, HostStream
@@ -120,12 +129,18 @@ class HostDevice(Device):
         """See :class:`FinalizeWork`."""
         self._enqueue(stream, "finalize", checks.finalize, host_finalize.finalize, work)
 
-    def encode(self, stream: Stream, work: EncodeWork) -> None:
-        """See :class:`EncodeWork`."""
+    def encode(self, stream: Stream, work: EncodeWork | EncodeCodesWork) -> None:
+        """See :class:`EncodeWork` and :class:`EncodeCodesWork`."""
+        if isinstance(work, EncodeCodesWork):
+            self._enqueue(stream, "encode", codes_checks.encode, host_codes.encode, work)
+            return
         self._enqueue(stream, "encode", checks.encode, host_ops.encode, work)
 
-    def score(self, stream: Stream, work: ScoreWork) -> None:
-        """See :class:`ScoreWork`."""
+    def score(self, stream: Stream, work: ScoreWork | ScoreCodesWork) -> None:
+        """See :class:`ScoreWork` and :class:`ScoreCodesWork`."""
+        if isinstance(work, ScoreCodesWork):
+            self._enqueue(stream, "score", codes_checks.score, host_codes.score, work)
+            return
         self._enqueue(stream, "score", checks.score, host_ops.score, work)
 
     def select(self, stream: Stream, work: SelectWork) -> None:

@@ -35,7 +35,7 @@ CODE_TOKENS = 2048
 CODE_ROWS = 16
 
 
-def _unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+def unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """K ``[slots, T, dk]`` and V ``[slots, T, dv]`` of a pool of units."""
     memory = pool.memory.array().view(np.uint16)
     keys = pool.block_size * pool.group.head_dim
@@ -52,7 +52,7 @@ def units_of_blocks(pool: BlockPool) -> NDArray[np.uint8]:
     return pool.memory.array()[:, : heads * pool.unit_bytes].reshape(-1, heads, pool.unit_bytes)
 
 
-def _block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+def block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """K ``[slots, H, T, dk]`` and V ``[slots, H, T, dv]`` of a pool of blocks."""
     memory = units_of_blocks(pool).view(np.uint16)
     shape = (*memory.shape[:2], pool.block_size)
@@ -73,12 +73,12 @@ def append(work: AppendWork, scratch: Scratch) -> None:
     row, head = np.nonzero(slots >= 0)
     if len(row):
         slot = slots[row, head]
-        for units, source in zip(_unit_views(work.units), sources, strict=True):
+        for units, source in zip(unit_views(work.units), sources, strict=True):
             units[slot, place[row]] = source[row, head]
     row = np.flatnonzero(work.host_slots[block] >= 0)
     if len(row):
         slot = work.host_slots[block[row]]
-        for blocks, source in zip(_block_views(work.blocks), sources, strict=True):
+        for blocks, source in zip(block_views(work.blocks), sources, strict=True):
             # [slots, H, T, d] at (slot, all heads, token) is [n, H, d]
             blocks[slot, :, place[row]] = source[row]
 
@@ -96,7 +96,7 @@ def append_at(work: AppendAtWork, scratch: Scratch) -> None:
     sources = (work.keys.array(), work.values.array())
     unit = slots[s, :, block]  # [n, H]
     n, head = np.nonzero(unit >= 0)
-    for units, source in zip(_unit_views(work.units), sources, strict=True):
+    for units, source in zip(unit_views(work.units), sources, strict=True):
         units[unit[n, head], place[n]] = source[s[n], row[n], head]
     away, head = np.nonzero(unit < -1)
     host_slot, head = np.divmod(-2 - unit[away, head], heads)
@@ -116,7 +116,7 @@ def _put_in_blocks(
     place: NDArray[np.int64],
 ) -> None:
     """Rows ``taken`` (sequence, row, head) into token ``place`` of their units of host slots."""
-    for blocks, source in zip(_block_views(work.blocks), sources, strict=True):
+    for blocks, source in zip(block_views(work.blocks), sources, strict=True):
         blocks[host_slot, taken[2], place] = source[taken]
 
 
@@ -140,7 +140,7 @@ def scatter(work: ScatterWork, scratch: Scratch) -> None:
 
 def encode(work: EncodeWork, scratch: Scratch) -> None:
     """Keys of blocks times the matrix, accumulated in float32, rounded to BF16."""
-    keys, _ = _block_views(work.blocks)
+    keys, _ = block_views(work.blocks)
     matrix = bf16.to_float32(work.into.matrix.array())
     codes = work.into.codes.array()
     _, heads, tokens, dim = keys.shape

@@ -1,0 +1,161 @@
+"""Arguments of encode and score for the predictor ``codes``; shape letters as in ``operations``.
+
+Codes of a layer lie in pages of :data:`PAGE_BLOCKS` blocks, so that memory grows with the blocks.
+Code index i is row ``i % PAGE_BLOCKS`` of page ``i // PAGE_BLOCKS``; a row::
+
+    | head 0: plane 0 [T] uint16 | plane 1 | ... | head 1: plane 0 ... |      row_bytes
+
+so a head's codes have one stride and one place in every row of a layer (:mod:`hsswap.codec` says
+what is in a plane).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.codec import HeadCodec
+from hsswap.config import LayerGroup
+from hsswap.driver.operations import I32, BlockPool, UnitPool
+from hsswap.driver.tensor import Tensor
+
+PAGE_BLOCKS = 256
+"""Blocks of a page: 4,096 tokens of 16 a block; 8 MiB for all layers of a Llama 8B at 1/64."""
+
+UNKNOWN_SCORE = -1000.0
+"""Of the newest block without a code that the last step did not attend; each older one has 1 less.
+Below every block with a code, whose scores are logs of float64 shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCodes:
+    """Codes of one layer. ``codecs``: one for each KV head, all of the layer's head_dim.
+
+    ``tables``: what :func:`table_bytes` of ``codecs`` gives, u8 ``[n]``, in memory the device reads
+    well. ``pages``: u8 ``[PAGE_BLOCKS, row_bytes]`` each, contiguous, in order of code index.
+    """
+
+    codecs: tuple[HeadCodec, ...]
+    tables: Tensor
+    pages: tuple[Tensor, ...]
+    group: LayerGroup
+    block_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block's codes, all heads."""
+        return row_bytes_of(self.codecs, self.block_size)
+
+
+def row_bytes_of(codecs: tuple[HeadCodec, ...], block_size: int) -> int:
+    """Bytes of one block's codes, all heads."""
+    return sum(codec.block_bytes(block_size) for codec in codecs)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCodesWork:
+    """Codes of n full blocks: keys of host slots ``host_slots`` ``[n]`` to ``code_index`` ``[n]``,
+    which are distinct.
+    """
+
+    into: LayerCodes
+    blocks: BlockPool
+    host_slots: I32
+    code_index: I32
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreMemory:
+    """What one (sequence, layer) remembers of its scores: float32 ``predicted`` and ``correction``
+    ``[Q, C]``, C at least B. Only score writes them.
+    """
+
+    predicted: Tensor
+    correction: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What the last step attended: blocks ``chosen`` ``[H, M]`` int32 (-1: none) and their
+    logsumexp ``lse`` ``[Q, M]`` float32, of each query head.
+    """
+
+    chosen: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Units whose keys are at hand, so that their logits need no codes.
+
+    ``slots`` ``[H, R]`` int32 into ``units``; ``blocks`` ``[R]`` int32: their places among the
+    scored blocks, all full, or B for the block being filled, which has ``tokens_filled`` tokens.
+    """
+
+    units: UnitPool
+    slots: I32
+    blocks: I32
+    tokens_filled: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCodesWork:
+    """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
+
+    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, -1 for a block without a code. A
+    score is the log of the block's predicted share of the attention, mean over the head's query
+    group: logsumexp of the block's logits from codes, plus the correction of what ``last`` showed
+    (:func:`hsswap.codec.corrected`; None: as if nothing had been), over that of everything, where
+    ``resident`` blocks count with their exact logits. ``first``: whatever ``memory`` holds, take it
+    as empty.
+
+    A block without a code counts with what the last step found; if that is nothing either, it is
+    worth :data:`UNKNOWN_SCORE` less its distance from the newest block.
+    """
+
+    codes: LayerCodes
+    queries: Tensor
+    code_index: I32
+    resident: Resident
+    memory: ScoreMemory
+    first: bool
+    last: Attended | None
+    scores: Tensor
+
+
+def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
+    """The codecs of a layer as one run of bytes, for a device without NumPy.
+
+    H heads, each part aligned to 16 bytes, M the largest m, P the largest n::
+
+        encode f32 [H, M, dk] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
+        bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in the dim u8 [H, 16 P]
+
+    ``encode`` and ``query`` have a row a code dim here, so that a row is read at once.
+    """
+    most = max(len(codec.bits) for codec in codecs)
+    planes = max(codec.planes for codec in codecs)
+    dims = len(codecs[0].centre)
+    heads = len(codecs)
+    parts: list[NDArray[np.float32] | NDArray[np.uint8]] = [
+        np.zeros((heads, most, dims), np.float32),
+        np.zeros((heads, most), np.float32),
+        np.zeros((heads, most, dims), np.float32),
+        np.zeros((heads, dims), np.float32),
+        np.zeros((heads, most), np.uint8),
+        np.zeros((heads, 16 * planes), np.uint8),
+        np.zeros((heads, 16 * planes), np.uint8),
+    ]
+    for head, codec in enumerate(codecs):
+        m, bits = len(codec.bits), len(codec.dim_of)
+        parts[0][head, :m] = codec.encode.T
+        parts[1][head, :m] = codec.bias
+        parts[2][head, :m] = codec.query.T
+        parts[3][head] = codec.centre
+        parts[4][head, :m] = codec.bits
+        parts[5][head, :bits] = codec.dim_of
+        parts[6][head, :bits] = codec.bit_of
+    raw = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)
+    return np.frombuffer(raw, np.uint8)

@@ -1,0 +1,285 @@
+"""Encode and score of the predictor ``codes`` on each device, against float64 and plain loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hsswap import bf16, codec
+from hsswap.codec import HeadCodec
+from hsswap.config import LayerGroup
+from hsswap.driver.codes_operations import (
+    PAGE_BLOCKS,
+    UNKNOWN_SCORE,
+    Attended,
+    EncodeCodesWork,
+    LayerCodes,
+    Resident,
+    ScoreCodesWork,
+    ScoreMemory,
+    row_bytes_of,
+    table_bytes,
+)
+from hsswap.errors import ArgumentError
+from tests.driver.rig import Rig, random_codes
+
+F64 = np.float64
+
+
+class Case:
+    """Blocks of random keys in host slots, their codes, and units of resident blocks."""
+
+    def __init__(
+        self, rig: Rig, group: LayerGroup, size: int, blocks: int, planes: list[int], seed: int = 0
+    ) -> None:
+        self.rig, self.group, self.size = rig, group, size
+        self.rng = np.random.default_rng(seed)
+        heads, dim = group.kv_heads, group.head_dim
+        self.codecs = tuple(self._codec(dim, n) for n in planes)
+        self.pool = rig.blocks(group, size, blocks + 3, fill=0xFF)
+        self.slots = self.rng.permutation(blocks + 3)[:blocks].astype(np.int32)
+        self.keys = random_codes(self.rng, (blocks, heads, size, dim))
+        unit = self.pool.unit_bytes // 2
+        memory = self.pool.memory.array()[:, : 2 * heads * unit].view(np.uint16)
+        memory = memory.reshape(-1, heads, unit)
+        memory[self.slots, :, : size * dim] = self.keys.reshape(blocks, heads, -1)
+        self.index = self.rng.permutation(2 * PAGE_BLOCKS)[:blocks].astype(np.int32)
+        shape = (PAGE_BLOCKS, row_bytes_of(self.codecs, size))
+        pages = tuple(rig.tensor(np.full(shape, 0xA5, np.uint8)) for _ in range(2))
+        self.codes = LayerCodes(
+            self.codecs, rig.tensor(table_bytes(self.codecs)), pages, group, size
+        )
+        self.units = rig.units(group, size, heads * 4, fill=0xFF)
+
+    def _codec(self, dim: int, planes: int) -> HeadCodec:
+        bits = self.rng.integers(0, 7, dim)
+        while bits.sum() != 16 * planes:  # nearest sum that is whole planes
+            at = self.rng.integers(dim)
+            bits[at] = np.clip(bits[at] + np.sign(16 * planes - bits.sum()), 0, 6)
+        bits = np.sort(bits[bits > 0])[::-1]
+        m = len(bits)
+        encode = self.rng.standard_normal((dim, m)) * 2.0 ** (bits - 2) / dim**0.5
+        return HeadCodec(
+            encode.astype(np.float32),
+            (2.0**bits / 2).astype(np.float32),
+            (self.rng.standard_normal((dim, m)) / 2.0**bits).astype(np.float32),
+            self.rng.standard_normal(dim).astype(np.float32),
+            bits.astype(np.uint8),
+        )
+
+    def encode(self) -> None:
+        """All blocks."""
+        work = EncodeCodesWork(self.codes, self.pool, self.slots, self.index)
+        self.rig.device.encode(self.rig.stream, work)
+        self.rig.stream.synchronize()
+
+    def stored(self, head: int) -> np.ndarray:
+        """A head's codes ``[B, n, T]``, read by the documented layout."""
+        rows = np.concatenate([page.array() for page in self.codes.pages])[self.index]
+        first = sum(c.planes for c in self.codecs[:head]) * self.size
+        words = rows.view(np.uint16)[:, first : first + self.codecs[head].planes * self.size]
+        return np.ascontiguousarray(words).reshape(len(rows), -1, self.size)
+
+    def work(self, blocks: int | None = None, **changes: object) -> ScoreCodesWork:
+        """A score of the first blocks without residents or memory; outputs are poisoned."""
+        count = len(self.index) if blocks is None else blocks
+        q, heads = self.group.q_heads, self.group.kv_heads
+        poison = np.full((q, count + 5), np.nan, np.float32)
+        none = np.empty(0, np.int32)
+        work = ScoreCodesWork(
+            codes=self.codes,
+            queries=self.rig.tensor(random_codes(self.rng, (q, self.group.head_dim))),
+            code_index=self.index[:count],
+            resident=Resident(self.units, np.empty((heads, 0), np.int32), none, 0),
+            memory=ScoreMemory(self.rig.tensor(poison), self.rig.tensor(poison)),
+            first=True,
+            last=None,
+            scores=self.rig.tensor(np.full((heads, count), np.nan, np.float32)),
+        )
+        return replace(work, **changes)  # type: ignore[arg-type]
+
+    def score(self, work: ScoreCodesWork) -> np.ndarray:
+        """Run it; the scores."""
+        self.rig.device.score(self.rig.stream, work)
+        self.rig.stream.synchronize()
+        return work.scores.array().astype(F64)
+
+    def log_mass(self, queries: np.ndarray) -> np.ndarray:
+        """Float64 ``[Q, B]`` from the codes that are stored."""
+        per_head = []
+        group = self.group.group_size
+        for head, own in enumerate(self.codecs):
+            levels = codec.unpack(own, self.stored(head)).astype(F64)
+            q = bf16.to_float32(queries[head * group : (head + 1) * group]).astype(F64)
+            logits = (
+                np.einsum("btm,gm->gbt", levels, q @ own.query) + (q @ own.centre)[:, None, None]
+            )
+            per_head.append(_lse(logits))
+        return np.concatenate(per_head)
+
+
+def _lse(logits: np.ndarray) -> np.ndarray:
+    best = logits.max(-1, keepdims=True)
+    return (np.log(np.exp(logits - best).sum(-1)) + best[..., 0]).astype(F64)
+
+
+def _log_share(mass: np.ndarray, beside: np.ndarray, group: int) -> np.ndarray:
+    total = _lse(np.concatenate((mass, beside), axis=1))
+    share = np.exp(mass - total[:, None])
+    return np.log(share.reshape(-1, group, mass.shape[1]).mean(1))
+
+
+GROUPS = [
+    (LayerGroup(1, 3, 1, 64), 16, [4]),
+    (LayerGroup(1, 8, 2, 128), 16, [9, 3]),
+    (LayerGroup(1, 6, 3, 24, value_dim=8, aux_bytes=6), 8, [1, 2, 5]),
+    (LayerGroup(1, 2, 2, 8), 1, [1, 3]),
+    (LayerGroup(1, 10, 2, 256, soft_cap=5.0), 64, [20, 1]),
+]
+
+
+@pytest.mark.parametrize(("group", "size", "planes"), GROUPS)
+def test_codes_are_those_of_the_keys(
+    rig: Rig, group: LayerGroup, size: int, planes: list[int]
+) -> None:
+    case = Case(rig, group, size, 41, planes)
+    case.encode()
+    for head, own in enumerate(case.codecs):
+        keys = bf16.to_float32(case.keys[:, head]).astype(F64)
+        exact = keys @ own.encode.astype(F64) + own.bias
+        levels = codec.unpack(own, case.stored(head))
+        top = 2.0**own.bits - 1
+        sure = np.abs(exact - np.round(exact)) > 1e-5 * np.maximum(1, np.abs(exact))
+        assert sure.mean() > 0.99
+        assert (levels == np.clip(np.floor(exact), 0, top))[sure].all()
+
+
+def test_other_rows_keep_what_they_held(rig: Rig) -> None:
+    case = Case(rig, LayerGroup(1, 2, 2, 16), 16, 5, [2, 1])
+    case.encode()
+    rows = np.concatenate([page.array() for page in case.codes.pages])
+    others = np.delete(rows, case.index, axis=0)
+    assert (others == 0xA5).all()
+
+
+@pytest.mark.parametrize(("group", "size", "planes"), GROUPS)
+@pytest.mark.parametrize("blocks", [1, 37])
+def test_scores_are_logs_of_shares(
+    rig: Rig, group: LayerGroup, size: int, planes: list[int], blocks: int
+) -> None:
+    case = Case(rig, group, size, 37, planes)
+    case.encode()
+    work = case.work(blocks)
+    scores = case.score(work)
+    mass = case.log_mass(work.queries.array())[:, :blocks]
+    wanted = _log_share(mass, np.full((group.q_heads, 1), -np.inf), group.group_size)
+    assert np.abs(scores - wanted).max() < 2e-5 * max(1, np.abs(mass).max())
+    assert np.abs(work.memory.predicted.array()[:, :blocks] - mass).max() < 1e-4
+
+
+def test_permuting_blocks_permutes_scores(rig: Rig) -> None:
+    case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 50, [3, 4])
+    case.encode()
+    work = case.work()
+    scores = case.score(work)
+    order = case.rng.permutation(50)
+    again = replace(case.work(), queries=work.queries, code_index=case.index[order])
+    assert np.allclose(case.score(again), scores[:, order], atol=1e-5)
+
+
+def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
+    group = LayerGroup(1, 4, 2, 32)
+    case = Case(rig, group, 16, 20, [3, 2])
+    case.encode()
+    keys = random_codes(case.rng, (3, 2, 16, 32))
+    content = case.units.memory.array().view(np.uint16)
+    slots = np.array([[5, 0, 3], [1, 7, 2]], np.int32)
+    for head in range(2):
+        for place in range(3):
+            tokens = 16 if place < 2 else 9  # the last is being filled: NaN behind
+            flat = keys[place, head, :tokens].ravel()
+            content[slots[head, place], : len(flat)] = flat
+    resident = Resident(case.units, slots, np.array([0, 13, 20], np.int32), 9)
+    work = replace(case.work(), resident=resident)
+    scores = case.score(work)
+    queries = work.queries.array()
+    mass = case.log_mass(queries)
+    q = bf16.to_float32(queries).astype(F64).reshape(2, 2, 32)
+    logits = np.einsum("hgd,phtd->hgpt", q, bf16.to_float32(keys).astype(F64)) * 32**-0.5
+    logits[:, :, 2, 9:] = -np.inf
+    exact = _lse(logits).reshape(4, 3)
+    mass[:, [0, 13]] = exact[:, :2]
+    wanted = _log_share(mass, exact[:, 2:], 2)
+    assert np.abs(scores - wanted).max() < 1e-4
+
+
+def test_what_the_last_step_found_corrects_and_new_blocks_start_anew(rig: Rig) -> None:
+    group = LayerGroup(1, 4, 2, 32)
+    case = Case(rig, group, 16, 30, [3, 2])
+    case.encode()
+    first = case.work(28)
+    case.score(first)
+    chosen = np.array([[2, 9, -1], [27, 5, 11]], np.int32)
+    lse = (case.rng.standard_normal((4, 3)) * 3).astype(np.float32)
+    last = Attended(rig.tensor(chosen), rig.tensor(lse))
+    second = replace(case.work(30), memory=first.memory, first=False, last=last)
+    before = case.log_mass(first.queries.array())
+    mass = case.log_mass(second.queries.array())
+    correction = np.zeros((4, 30))
+    for q in range(4):
+        for entry, block in enumerate(chosen[q // 2].tolist()):
+            if block >= 0:
+                correction[q, block] = codec.TRUST * (lse[q, entry] - before[q, block])
+    nothing = np.full((4, 1), -np.inf)
+    assert np.abs(case.score(second) - _log_share(mass + correction, nothing, 2)).max() < 1e-4
+    third = replace(case.work(30), memory=first.memory, first=False)
+    mass = case.log_mass(third.queries.array())
+    wanted = _log_share(mass + codec.FADE * correction, nothing, 2)
+    assert np.abs(case.score(third) - wanted).max() < 1e-4
+    fourth = replace(case.work(30), memory=first.memory)  # as if new
+    mass = case.log_mass(fourth.queries.array())
+    assert np.abs(case.score(fourth) - _log_share(mass, nothing, 2)).max() < 1e-4
+
+
+def test_blocks_without_codes_rank_by_the_last_step_then_by_age(rig: Rig) -> None:
+    group = LayerGroup(1, 4, 2, 32)
+    case = Case(rig, group, 16, 12, [3, 2])
+    case.encode()
+    index = case.index.copy()
+    index[[1, 4, 7, 8]] = -1
+    chosen = np.array([[4], [7]], np.int32)
+    lse = np.full((4, 1), 50.0, np.float32)
+    last = Attended(rig.tensor(chosen), rig.tensor(lse))
+    first = replace(case.work(), code_index=index)
+    case.score(first)
+    scores = case.score(
+        replace(case.work(), code_index=index, memory=first.memory, first=False, last=last)
+    )
+    for head, attended in ((0, 4), (1, 7)):
+        unknown = [b for b in (1, 4, 7, 8) if b != attended]
+        assert scores[head].argmax() == attended
+        assert scores[head, attended] > -1e-3
+        assert (scores[head, unknown] == UNKNOWN_SCORE - (11 - np.array(unknown))).all()
+        coded = np.delete(scores[head], [1, 4, 7, 8])
+        assert (coded > UNKNOWN_SCORE).all()
+
+
+def test_wrong_arguments_are_refused(rig: Rig) -> None:
+    case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 12, [3, 2])
+    good = case.work()
+    rows = len(case.index)
+    for change, message in (
+        ({"code_index": np.full(rows, 2 * PAGE_BLOCKS, np.int32)}, "code_index holds"),
+        ({"scores": rig.tensor(np.zeros((2, 3), np.float32))}, "scores has shape"),
+        ({"codes": replace(case.codes, codecs=case.codecs[:1])}, "codecs must be 2"),
+        ({"resident": replace(good.resident, tokens_filled=17)}, "tokens_filled is 17"),
+        ({"memory": replace(good.memory, predicted=good.scores)}, "memory has room|has shape"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            rig.device.score(rig.stream, replace(good, **change))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="host_slots holds"):
+        rig.device.encode(
+            rig.stream, EncodeCodesWork(case.codes, case.pool, case.index, case.index)
+        )
