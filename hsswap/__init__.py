@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StoreLocked,
     )
     from hsswap.metrics import SwapStatistics
+    from hsswap.rope import Rope
     from hsswap.sequence import Sequence
     from hsswap.swap import HighSpeedSwap
     from hsswap.sync import BlockingSequence, BlockingSwap, blocking
@@ -64,6 +65,7 @@ __all__ = [
     "OutOfSlots",
     "OutOfSpace",
     "PredictorConfig",
+    "Rope",
     "Sequence",
     "SharedBlock",
     "StaleBlockId",
@@ -94,6 +96,7 @@ _HOME = {
     "OutOfSlots": "errors",
     "OutOfSpace": "errors",
     "PredictorConfig": "config",
+    "Rope": "rope",
     "Sequence": "sequence",
     "SharedBlock": "errors",
     "StaleBlockId": "errors",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
 from hsswap.driver.operations import AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor
@@ -117,11 +118,14 @@ def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
 async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> AttendResult:
     """Attend what the predictor chooses; blocks that are only on disk are waited for."""
     cache, device, stream = query.cache, swap.device, query.stream
-    predictor = swap.predictor_of(cache.layer)
+    full = query.indices[: cache.length // cache.pool.block_size]
+    await code_blocks(swap, stream, cache, full)
+    assert swap.predictor is not None
     try:
         with swap.lock:
+            swap.check_open()
             choice = layer.enqueue_choice(
-                device, stream, predictor, query.queries.row(0), query.indices
+                device, stream, swap.predictor, query.queries.row(0), full
             )
             chosen_event = stream.record()
         await chosen_event.wait()

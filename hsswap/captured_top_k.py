@@ -10,8 +10,8 @@ import numpy as np
 
 from hsswap.captured_layer import CapturedLayer, Held, TableMemory
 from hsswap.driver.base import Device, Stream
+from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
 from hsswap.driver.operations import (
-    I32,
     AttendWork,
     AttentionState,
     FetchWork,
@@ -21,7 +21,8 @@ from hsswap.driver.operations import (
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import LayerCache
-from hsswap.predictor import ProjectionPredictor
+from hsswap.predictor import Predictor, ScoreRequest
+from hsswap.tiers import I64
 from hsswap.topk import MASS_DECAY, TopKLayer, first_columns
 
 
@@ -35,10 +36,10 @@ class CapturedTopK(CapturedLayer):
         held: Held,
         memory: TableMemory,
         ranked: TopKLayer,
-        predictor: ProjectionPredictor,
-        indices: I32,
+        predictor: Predictor,
+        indices: I64,
     ) -> None:
-        """``indices`` ``[first]``: where the codes of the full blocks are."""
+        """``indices`` ``[first]``: the block indices of the full blocks."""
         super().__init__(device, cache, held, memory)
         self._ranked = ranked
         self._predictor = predictor
@@ -48,7 +49,7 @@ class CapturedTopK(CapturedLayer):
         chosen = np.full((heads, count), -1, np.int32)
         tables = {
             "host slots": held.leased,
-            "index": indices,
+            "index": predictor.code_index(cache.layer, indices),
             "pinned": ranked.pinned(held.first),
             "step": np.full(heads, ranked.step, np.int32),
             "cache slots": cache.pool.slots.units(ranked.slots),
@@ -65,6 +66,7 @@ class CapturedTopK(CapturedLayer):
         measures = {
             "scores": (heads, held.first),
             "left out": (heads,),
+            "remembered": (2, group.q_heads, held.first if predictor.remembers else 1),
             "block lse": (1, 1, group.q_heads, listed.shape[2]),
             "mass": listed.shape,
         }
@@ -110,15 +112,27 @@ class CapturedTopK(CapturedLayer):
         """Rank, choose and fetch for one row ``[Q, dk]``, and list what is to be attended."""
         device, tensor, pool = self.device, self._tensor, self.cache.pool
         ranked = self._ranked
-        device.score(
-            stream,
-            self._predictor.score_work(
-                self.cache.group_layer, query, tensor("index"), tensor("scores")
-            ),
-        )
         owned = ranked.cache_tables
         cache = UnitCache(tensor("cache slots"), owned.owner, owned.mass, owned.used)
         chosen, mass = tensor("chosen"), tensor("mass")
+        remembered, lse = tensor("remembered"), tensor("block lse").row(0).row(0)
+        request = ScoreRequest(
+            queries=query,
+            code_index=tensor("index"),
+            scores=tensor("scores"),
+            # The blocks of the tail count neither by codes nor exactly: they are no choice.
+            resident=Resident(
+                units=pool.units,
+                cache=cache if ranked.step else None,
+                pinned=tensor("pinned"),
+                active=np.zeros(pool.group.kv_heads, np.int32),
+                active_tokens=0,
+            ),
+            memory=ScoreMemory(remembered.row(0), remembered.row(1)),
+            first=False,  # memory is zero and nothing was chosen: as if
+            last=Attended(chosen, first_columns(lse, chosen.shape[1])),
+        )
+        device.score(stream, self._predictor.score_work(self.cache.layer, request))
         select = SelectWork(
             scores=tensor("scores"),
             k=ranked.k,

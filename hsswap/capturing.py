@@ -12,6 +12,7 @@ from hsswap.arguments import checked_length
 from hsswap.captured import MOST_ROWS, CapturedSteps
 from hsswap.captured_layer import CapturedLayer, Handover, Held, TableMemory, hand_over
 from hsswap.captured_top_k import CapturedTopK
+from hsswap.coding import code_blocks, enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.driver.operations import GatherWork, ScatterWork
 from hsswap.errors import ArgumentError, OutOfSlots
@@ -113,10 +114,12 @@ class Capturing(Reusing):
             if ranked is None or not ranked.applies():
                 layers.append(CapturedLayer(swap.device, cache, mine, memory))
                 continue
-            indices = self._indices[: mine.first].astype(np.int32)
-            predictor = swap.predictor_of(cache.layer)
+            indices = self._indices[: mine.first]
+            with self._ordered(stream):
+                await code_blocks(swap, stream, cache, indices)
+            assert swap.predictor is not None
             layers.append(
-                CapturedTopK(swap.device, cache, mine, memory, ranked, predictor, indices)
+                CapturedTopK(swap.device, cache, mine, memory, ranked, swap.predictor, indices)
             )
         steps = CapturedSteps(swap, layers, memory, tokens, rows, stream)
         await in_thread(steps.prepare)
@@ -236,11 +239,9 @@ class Capturing(Reusing):
             back = moved(cache.active, int(held.reserved[over.restore - held.first]))
             swap.device.gather(stream, GatherWork(pool.blocks, pool.units, *back))
         if self.top_k is not None and over.filled:
-            indices = self._indices[held.first : held.first + over.filled].astype(np.int32)
+            indices = self._indices[held.first : held.first + over.filled]
             slots = held.reserved[: over.filled]
-            predictor = swap.predictor_of(cache.layer)
-            work = predictor.encode_work(cache.group_layer, pool.blocks, slots, indices)
-            swap.device.encode(stream, work)
+            enqueue_codes(swap, stream, Blocks(pool, cache.layer, indices), slots)
 
 
 def _spare_slots(cache: LayerCache, most: int) -> I32:

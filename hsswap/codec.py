@@ -37,6 +37,9 @@ MAX_BITS = 6
 
 PLANE_BITS = 16
 
+PAGE_BLOCKS = 256
+"""Blocks whose codes get memory together: 4,096 tokens of 16 a block."""
+
 TRUST, FADE = 0.8, 0.9
 """Of a prediction's error, what is added to the next prediction; and what each step leaves of it.
 Trust of 0.5 to 0.9 and fading of 0.8 to 0.95 were within half a point of recall of this."""
@@ -72,6 +75,15 @@ class HeadCodec:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block's codes."""
         return 2 * self.planes * block_size
+
+
+def planes_of_budget(elements: int, heads: int, metadata_ratio: float) -> int:
+    """Planes of 16 bits a token for all heads of a model, one each at least.
+
+    ``elements``: of K and V of a token, all layers and heads; ``metadata_ratio``: bytes of codes to
+    bytes of K and V, two bytes an element, as a plane.
+    """
+    return max(heads, int(metadata_ratio * elements))
 
 
 def levels_of(codec: HeadCodec, keys: F32) -> U8:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
+from hsswap.predictor_config import PredictorConfig as PredictorConfig
+from hsswap.rope import Rope
 from hsswap.validation import integer as _integer
 from hsswap.validation import require as _require
 from hsswap.validation import require_finite as _require_finite
@@ -38,7 +40,8 @@ class LayerGroup:
     ``"bf16"``. ``window``: a row sees at most this many tokens, its own included; None: all.
     ``scale`` multiplies the logits (default ``head_dim ** -0.5``). ``soft_cap`` bounds them by
     ``cap * tanh(logit / cap)`` (Gemma 2, arXiv 2408.00118, section 2). ``aux_bytes``: extra bytes
-    of a unit behind V, for the scales of quantised formats.
+    of a unit behind V, for the scales of quantised formats. ``rope``: how the model turns queries
+    and keys, for the predictor alone; what is appended is turned already.
     """
 
     layers: int
@@ -51,6 +54,7 @@ class LayerGroup:
     scale: float | None = None
     soft_cap: float | None = None
     aux_bytes: int = 0
+    rope: Rope | None = None
 
     def __post_init__(self) -> None:
         _require_integers(
@@ -83,6 +87,8 @@ class LayerGroup:
             f"soft_cap is {self.soft_cap}; give None or a positive number",
         )
         _require(self.aux_bytes >= 0, f"aux_bytes is {self.aux_bytes}; it cannot be negative")
+        if self.rope is not None:
+            self.rope.turned_dims(self.head_dim)
         _require(self.aux_bytes % 2 == 0, f"aux_bytes is {self.aux_bytes}; it must be even")
 
     @property
@@ -117,10 +123,17 @@ class ModelDims:
 
     @classmethod
     def uniform(
-        cls, *, layers: int, q_heads: int, kv_heads: int, head_dim: int, block_size: int = 16
+        cls,
+        *,
+        layers: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        rope: Rope | None = None,
     ) -> ModelDims:
         """The common case: one layer group, V as wide as K."""
-        return cls((LayerGroup(layers, q_heads, kv_heads, head_dim),), block_size)
+        return cls((LayerGroup(layers, q_heads, kv_heads, head_dim, rope=rope),), block_size)
 
     @cached_property
     def layers(self) -> int:
@@ -165,24 +178,6 @@ class ModelDims:
     def blocks_of(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True)
-class PredictorConfig:
-    """What top-k mode ranks blocks with: a random projection ``[head_dim, rank]`` of the keys.
-
-    ``rank`` is 1 to 128. The codes stay in device memory: ``2 * rank`` bytes for each token, layer
-    and KV head of the store's capacity; at rank 32 an eighth of K and V for a head_dim of 128, a
-    quarter for 64.
-    """
-
-    rank: int = 32
-    seed: int = 0xCAFEF00D
-
-    def __post_init__(self) -> None:
-        _require_integers(self, ("rank", "seed"))
-        _require(1 <= self.rank <= 128, f"rank is {self.rank}; it must be from 1 to 128")
-        _require(self.seed >= 0, f"seed is {self.seed}; it cannot be negative")
 
 
 @dataclass(frozen=True)
@@ -290,8 +285,13 @@ class SwapConfig:
         """Bytes of device memory that the predictor's codes take beside the slots."""
         if self.predictor is None:
             return 0
-        heads = sum(group.layers * group.kv_heads for group in self.dims.groups)
-        return 2 * self.predictor.rank * heads * self.capacity_blocks * self.dims.block_size
+        groups = self.dims.groups
+        return self.predictor.code_bytes(
+            heads=sum(g.layers * g.kv_heads for g in groups),
+            elements=sum(g.layers * g.kv_heads * (g.head_dim + g.value_dim) for g in groups),
+            blocks=self.capacity_blocks,
+            block_size=self.dims.block_size,
+        )
 
     @property
     def min_device_slots(self) -> int:

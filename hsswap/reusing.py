@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hsswap.coding import code_blocks
 from hsswap.errors import ArgumentError
-from hsswap.exact import LayerCache
-from hsswap.prefetch import Blocks
 from hsswap.reshaping import Reshaping
 from hsswap.tiers import I64
 
@@ -51,24 +50,6 @@ class Reusing(Reshaping):
             cache.grow(len(ids) + 1)
             cache.length = len(ids) * cache.pool.block_size
             if self.top_k is not None:
-                await self._encode(cache)
-
-    async def _encode(self, cache: LayerCache) -> None:
-        swap, pool = self._swap, cache.pool
-        stream = swap.stream_of(None)
-        step = swap.config.tile_blocks
-        for start in range(0, len(self._indices), step):
-            indices = self._indices[start : start + step]
-            loaded = await swap.prefetcher.load(Blocks(pool, cache.layer, indices))
-            with swap.lock, self._ordered(stream):
-                swap.check_open()
-                work = swap.predictor_of(cache.layer).encode_work(
-                    cache.group_layer, pool.blocks, loaded.slots, indices.astype(np.int32)
-                )
-                try:
-                    swap.device.encode(stream, work)
-                    encoded = stream.record()
-                except BaseException:
-                    swap.release_now(pool, loaded.slots)
-                    raise
-                swap.release_after(encoded, pool, loaded.slots)
+                stream = self._swap.stream_of(None)
+                with self._ordered(stream):
+                    await code_blocks(self._swap, stream, cache, self._indices, scan=True)

@@ -12,6 +12,7 @@ from hsswap.appending import Rows, enqueue_rows
 from hsswap.arguments import checked_query, checked_rows
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, try_attend_exact
 from hsswap.capturing import Capturing
+from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError
 from hsswap.exact import blocks_ahead
@@ -111,6 +112,7 @@ class Sequence(Capturing):
         with self._exclusive("attend"):
             query = self._check_query(layer, queries, out, stream)
             with self._ordered(query.stream):
+                self._show(query)
                 if self._uses_top_k(query, exact):
                     return await attend_top_k(self._swap, query, self._top_k_layers[layer])
                 self._swap.prefetcher.plan(self.number, self._ahead(query))
@@ -136,6 +138,7 @@ class Sequence(Capturing):
             if self._uses_top_k(query, exact):
                 return None
             with self._ordered(query.stream):
+                self._show(query)
                 result = try_attend_exact(self._swap, query)
             if result is not None:
                 ahead = self._ahead(query)
@@ -181,16 +184,11 @@ class Sequence(Capturing):
         try:
             with self._ordered(stream):
                 stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
-                if self.top_k is not None and len(slots):
-                    swap.device.encode(
-                        stream,
-                        swap.predictor_of(cache.layer).encode_work(
-                            cache.group_layer,
-                            cache.pool.blocks,
-                            slots,
-                            filled.indices.astype(np.int32),
-                        ),
-                    )
+                if self.top_k is not None:
+                    enqueue_codes(swap, stream, cache, slots, filled.indices)
+                    if swap.calibration is not None:
+                        first = cache.length - rows.count
+                        swap.calibration.keys(self.number, cache.layer, first, rows.keys, stream)
         except BaseException as error:  # some launches may be under way, others never will be
             self._broken = error
             if len(slots):
@@ -208,6 +206,16 @@ class Sequence(Capturing):
     ) -> Query:
         raw_stream = self._swap.stream_of(stream)
         return checked_query(self._cache(layer), self._indices, queries, out, raw_stream)
+
+    def _show(self, query: Query) -> None:
+        """Let calibration see what a top-k sequence asks; outputs do not depend on it."""
+        swap, cache = self._swap, query.cache
+        if self.top_k is None or swap.calibration is None:
+            return
+        with swap.lock:
+            swap.check_open()
+            first = cache.length - query.queries.shape[0]
+            swap.calibration.queries(self.number, cache.layer, first, query.queries, query.stream)
 
     def _uses_top_k(self, query: Query, exact: bool | None) -> bool:
         if self.top_k is None or exact:

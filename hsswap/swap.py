@@ -224,6 +224,7 @@ class HighSpeedSwap(SeedCalls):
                 lambda: insist(self.prefetcher.settle),
                 lambda: insist(self.writes.settle),
                 lambda: insist(self.retiring.ended),
+                lambda: insist(self._calibrated),
                 # Calls that waited for any of this end now, with launches of their own behind them.
                 lambda: insist(lambda: self.prefetcher.until(self._no_call)),
                 lambda: insist(self._quiet),

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hsswap.calibrating import Calibration
 from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
-from hsswap.driver.tensor import tensor_in
 from hsswap.errors import ArgumentError, ClosedError, HsswapError
+from hsswap.io.ids import INDEX_MASK
 from hsswap.io.statistics import StoreStatistics
 from hsswap.io.store import BlockStore
 from hsswap.loop import Mailbox
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool, ScratchPool
-from hsswap.predictor import ProjectionPredictor, projection_matrix
+from hsswap.predictor import CodesPredictor, Predictor, ProjectionPredictor
 from hsswap.prefetch import Prefetcher
 from hsswap.retiring import Retiring
 from hsswap.tiers import I32, I64
@@ -28,6 +29,8 @@ from hsswap.writeback import WriteBehind
 
 if TYPE_CHECKING:
     from hsswap.sequence import Sequence
+
+Closes = Buffer | Calibration | GroupPool | Predictor | ScratchPool | Stream
 
 MAX_TILES_AHEAD = 16
 """Tiles of one attend enqueued and not yet run: enough to keep a device busy, few enough that a
@@ -50,7 +53,7 @@ class SwapState:
         self._next_number = 0
         self._streams: dict[int, Stream] = {}
         self._ended: asyncio.Future[None] | None = None  # there once closing began
-        self._resources: list[Buffer | GroupPool | ScratchPool | Stream] = []
+        self._resources: list[Closes] = []
         try:
             self._scratch = ScratchPool(device)
             self._resources.append(self._scratch)
@@ -60,7 +63,13 @@ class SwapState:
                 self._pools.append(GroupPool(config, index, first, device))
                 self._resources.append(self._pools[-1])
                 first += group.layers
-            self._predictors = self._make_predictors(config.predictor)
+            self.predictor = self._make_predictor(config.predictor)
+            self.calibration: Calibration | None = None
+            if self.predictor is not None:
+                self._resources.append(self.predictor)
+                if config.predictor is not None and isinstance(self.predictor, CodesPredictor):
+                    self.calibration = Calibration(self, self.predictor, config.predictor)
+                    self._resources.append(self.calibration)
             self._stream = device.stream()
             self._resources.append(self._stream)
         except BaseException:
@@ -100,10 +109,6 @@ class SwapState:
         """The slots of a layer's group."""
         return self._pools[self.config.dims.group_index(layer)]
 
-    def predictor_of(self, layer: int) -> ProjectionPredictor:
-        """The predictor of a layer's group."""
-        return self._predictors[self.config.dims.group_index(layer)]
-
     def take_active_slots(self) -> list[int]:
         """A device slot a layer for the blocks being filled, all or none. Raises OutOfSlots."""
         taken: list[I32] = []
@@ -119,7 +124,10 @@ class SwapState:
 
     def allocate_ids(self, count: int, ids: I64) -> I64:
         """``count`` more block ids for a sequence that has ``ids``. Raises OutOfBlocks."""
-        return self._store.ids.allocate(count, int(ids[-1]) if len(ids) else None)
+        new = self._store.ids.allocate(count, int(ids[-1]) if len(ids) else None)
+        if self.predictor is not None:  # what is under these indices is the last owner's
+            self.predictor.forget(new & np.int64(INDEX_MASK))
+        return new
 
     async def commit_ids(self, tokens: ArrayLike, ids: I64) -> None:
         """Write these blocks if they are not yet, name them by their tokens, make that durable."""
@@ -190,6 +198,8 @@ class SwapState:
         await self.retiring.settle()  # what the sequence let go before is back too, then
 
         def free() -> None:
+            if self.calibration is not None:
+                self.calibration.ended(sequence.number)
             sequence.free_slots()
             self._sequences.pop(sequence.number, None)
 
@@ -207,28 +217,13 @@ class SwapState:
     def _starved(self) -> HsswapError | None:
         return self.writes.starved(self._pools)
 
-    def _make_predictors(self, config: PredictorConfig | None) -> list[ProjectionPredictor]:
+    def _make_predictor(self, config: PredictorConfig | None) -> Predictor | None:
         if config is None:
-            return []
-        predictors = []
-        size, ids = self.config.dims.block_size, self.config.capacity_blocks
-        for pool in self._pools:
-            group = pool.group
-            shape = ProjectionPredictor.code_shape(config, group, size, ids)
-            memory = self.device.allocate(2 * int(np.prod(shape)))
-            self._resources.append(memory)
-            values = projection_matrix(config, group.head_dim)
-            # Mapped host memory: small, read by every launch, and filled without a copy call.
-            matrix = self.device.allocate_host(values.nbytes)
-            self._resources.append(matrix)
-            tensor = tensor_in(matrix, "bf16", values.shape)
-            tensor.array()[...] = values
-            predictors.append(
-                ProjectionPredictor(
-                    config, group, size, ids, tensor_in(memory, "bf16", shape), tensor
-                )
-            )
-        return predictors
+            return None
+        dims, ids = self.config.dims, self.config.capacity_blocks
+        if config.kind == "projection":
+            return ProjectionPredictor(config, dims, ids, self.device)
+        return CodesPredictor(dims, ids, self.device)
 
     def _reuse(self, buffer: Buffer) -> None:
         with self.lock:
@@ -240,6 +235,10 @@ class SwapState:
         """
         for sequence in list(self._sequences.values()):
             await sequence.quiet()
+
+    async def _calibrated(self) -> None:
+        if self.calibration is not None:
+            await self.calibration.settle()
 
     def _no_call(self) -> bool:
         return not any(sequence.busy for sequence in self._sequences.values())

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
     AttendWork,
@@ -26,12 +27,15 @@ from hsswap.driver.operations import (
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ConfigError
 from hsswap.exact import LayerCache
-from hsswap.predictor import ProjectionPredictor
+from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.tiers import I64
 
 PINNED_RECENT_TOKENS = 128
 """The last tokens, always chosen; with the first block they hold two thirds of the attention of a
 small Llama (facts: 65-68 % of all mass at 8,192 tokens)."""
+
+LEAST_REMEMBERED = 512
+"""Blocks that a layer's memory of scores has room for at first."""
 
 MASS_DECAY = 0.9
 """What a step leaves of a unit's earlier attention mass: about ten steps of memory."""
@@ -122,6 +126,10 @@ class TopKLayer:
         self.step = 0
         self._turn = 0
         self._last: tuple[Tensor, Tensor] | None = None
+        self._last_lse: Attended | None = None
+        none = _first(self._on_device["scores"], (pool.group.q_heads, 0))
+        self._memory = ScoreMemory(none, none)
+        self._remembered: list[Buffer] = []
 
     def applies(self) -> bool:
         """Whether there is anything to leave out; with fewer blocks attention is exact."""
@@ -131,6 +139,7 @@ class TopKLayer:
         """Take the cache as empty: what select announced did not all arrive."""
         self.step = 0
         self._last = None
+        self._last_lse = None
 
     @property
     def k(self) -> int:
@@ -162,27 +171,56 @@ class TopKLayer:
         """
         self.step += steps + 1 if self.step else 0
         self._last = None
+        self._last_lse = None
+
+    def _make_memory(self, device: Device, blocks: int) -> bool:
+        """Room to remember the scores of so many blocks; whether it is new, and so empty."""
+        if self._memory.predicted.shape[1] >= blocks:
+            return False
+        room = 2 * max(blocks, LEAST_REMEMBERED)
+        queries = self._cache.pool.group.q_heads
+        # The smaller ones stay until close: work may use them, and all are less than the last.
+        self._remembered.append(device.allocate(8 * queries * room))
+        both = tensor_in(self._remembered[-1], "f32", (2, queries, room))
+        self._memory = ScoreMemory(both.row(0), both.row(1))
+        return True
+
+    def _resident(self, blocks: int) -> Resident:
+        """The pinned ones of so many blocks that the cache holds, and the one being filled."""
+        cache = self._cache
+        return Resident(
+            units=cache.pool.units,
+            cache=self.cache_tables if self.step else None,
+            pinned=self.pinned(blocks),
+            active=cache.pool.slots.units(np.array([cache.active], np.int32)).ravel(),
+            active_tokens=cache.length % cache.pool.block_size,
+        )
 
     def enqueue_choice(
         self,
         device: Device,
         stream: Stream,
-        predictor: ProjectionPredictor,
+        predictor: Predictor,
         queries: Tensor,
         indices: I64,
     ) -> Choice:
-        """Launch score and select for one query row ``[Q, dk]``."""
+        """Launch score and select for one query row ``[Q, dk]``; ``indices``: the full blocks."""
         cache = self._cache
-        blocks = cache.length // cache.pool.block_size
+        blocks = len(indices)
         turn = str(self._turn)
         heads = cache.pool.group.kv_heads
         scores = _first(self._on_device["scores"], (heads, blocks))
-        device.score(
-            stream,
-            predictor.score_work(
-                cache.group_layer, queries, indices[:blocks].astype(np.int32), scores
-            ),
+        fresh = self._make_memory(device, blocks) if predictor.remembers else True
+        request = ScoreRequest(
+            queries=queries,
+            code_index=predictor.code_index(cache.layer, indices),
+            scores=scores,
+            resident=self._resident(blocks),
+            memory=self._memory,
+            first=fresh or self.step == 0,
+            last=None if fresh else self._last_lse,
         )
+        device.score(stream, predictor.score_work(cache.layer, request))
         on_host = self._on_host
         choice = Choice(
             on_host["chosen" + turn],
@@ -270,12 +308,16 @@ class TopKLayer:
         )
         device.finalize(stream, FinalizeWork(state, out, block_lse=block_lse, block_mass=mass))
         self._last = (choice.chosen, first_columns(mass.row(0), self._most))
+        lse = block_lse.row(0).row(0)
+        self._last_lse = Attended(choice.chosen, first_columns(lse, self._most))
         self._turn = 1 - self._turn
 
     def close(self) -> I32:
         """Free the buffers; returns the device slots. No enqueued work may use them."""
         self._device_memory.close()
         self._host_memory.close()
+        for buffer in self._remembered:
+            buffer.close()
         return self.slots
 
 

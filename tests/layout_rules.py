@@ -18,8 +18,11 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 
 # A room may import the rooms in its row, never another. Rows from the bottom to the top; "" is
 # `hsswap` itself, the public API, which only rooms above the API may import.
-PLAIN = ("bf16", "checksum", "codec", "config", "errors", "metrics", "rope", "validation")
-CONTRACTS = ("driver.base", "driver.operations", "driver.tensor")
+PLAIN = (
+    *("bf16", "checksum", "codec", "config", "errors", "metrics"),
+    *("predictor_config", "rope", "validation"),
+)
+CONTRACTS = ("driver.base", "driver.codes_operations", "driver.operations", "driver.tensor")
 DECIDING = ("predictor", "tiers")
 WAITING = ("loop", "pools", "prefetch")
 # What an engine holds, and the parts it is made of.
@@ -34,6 +37,8 @@ API = (
     "captured_layer",
     "captured_top_k",
     "capturing",
+    "calibrating",
+    "coding",
     "diagnostics",
     "exact",
     "forking",

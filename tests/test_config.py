@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
 from hsswap.errors import ConfigError, HsswapError
+from hsswap.rope import Rope
 
 SMOLLM2 = ModelDims.uniform(layers=30, q_heads=9, kv_heads=3, head_dim=64)
 
@@ -170,3 +173,28 @@ def test_a_plan_keeps_within_its_bytes(
     assert used <= host_bytes
     assert sum(config.device_slots_of(i) for i in indices) <= config.device_slots
     assert config.capacity_blocks * block_size >= tokens
+
+
+def test_codes_take_whole_pages_and_no_more_than_their_share() -> None:
+    predictor = PredictorConfig("codes", metadata_ratio=1 / 32)
+    config = SwapConfig(SMOLLM2, 8192, 900, 100, tile_tokens=256, predictor=predictor)
+    tokens = 8192  # two pages
+    assert config.code_bytes == 4 * 2 * 90 * tokens  # 64 bits a token and head
+    wider = SwapConfig(SMOLLM2, 8193, 900, 100, tile_tokens=256, predictor=predictor)
+    assert wider.code_bytes == config.code_bytes * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "guess"}, "kind 'guess' is unknown"),
+        ({"metadata_ratio": 0.5}, "metadata_ratio is 0.5"),
+        ({"metadata_ratio": float("nan")}, "finite"),
+        ({"context_tokens": 0}, "context_tokens is 0"),
+    ],
+)
+def test_predictor_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PredictorConfig(**wrong)
+    with pytest.raises(ConfigError, match="32 RoPE dims do not fit heads of 16"):
+        LayerGroup(1, 2, 1, 16, rope=Rope(dims=32))

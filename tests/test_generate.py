@@ -9,6 +9,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hsswap.__main__ import main
@@ -273,7 +274,11 @@ def test_must_read(tiny: TinyRun) -> None:
     assert must_read_blocks(config, 0) == 0
     assert must_read_blocks(config, slots // 3 * 16 + 15) == 0
     assert must_read_blocks(config, 1600) == 300 - slots
-    assert dims_of(Llama.from_gguf(tiny.job().file).config) == config.dims
+    model = Llama.from_gguf(tiny.job().file).config
+    assert dims_of(model) == config.dims
+    rope = dims_of(model, rope_factors=np.full(model.rope_dims // 2, 2, np.float32)).groups[0].rope
+    assert rope is not None
+    assert rope.frequency_factors == (2 * model.rope_factor,) * (model.rope_dims // 2)
 
 
 def test_a_gpu_needs_torch(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.config import ModelDims, SwapConfig
 from hsswap.metrics import SwapStatistics
 from hsswap.models import Arrays, HostArrays, LlamaConfig, TokenIds
+from hsswap.rope import Rope
 from hsswap.sync import BlockingSequence, BlockingSwap
 
 
@@ -61,14 +63,26 @@ class Model(Protocol):
         ...
 
 
-def dims_of(config: LlamaConfig, block_size: int = 16) -> ModelDims:
-    """The KV cache of a Llama. Raises ConfigError for a head_dim that cannot be swapped."""
+def dims_of(
+    config: LlamaConfig,
+    block_size: int = 16,
+    rope_factors: NDArray[np.float32] | None = None,
+) -> ModelDims:
+    """The KV cache of a Llama, whose weights may have ``rope_factors`` ``[rope_dims / 2]``.
+
+    Raises ConfigError for a head_dim that cannot be swapped.
+    """
+    factors = np.full(config.rope_dims // 2, config.rope_factor)
+    if rope_factors is not None:
+        factors = factors * rope_factors
+    rope = Rope(config.rope_base, config.rope_dims, "adjacent", tuple(factors.tolist()))
     return ModelDims.uniform(
         layers=config.layers,
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
+        rope=rope,
     )
 
 

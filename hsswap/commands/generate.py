@@ -33,6 +33,7 @@ from hsswap.models import (
     default_model_path,
     open_gguf,
     read_config,
+    read_rope_factors,
 )
 from hsswap.sync import BlockingSequence, BlockingSwap, blocking
 
@@ -82,7 +83,7 @@ class Job:
             )
         plan = make_plan(
             options,
-            dims_of(config),
+            dims_of(config, rope_factors=read_rope_factors(file)),
             tokens,
             capacity_tokens=config.context_tokens if options.persist else None,
             fingerprint=file_hash(file.path) if options.persist else "",

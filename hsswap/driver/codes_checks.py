@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hsswap.codec import PAGE_BLOCKS
 from hsswap.driver.check_parts import (
     check_pool,
     check_tensor,
     checked_indices,
+    held_table,
     require,
     shape_of_rank,
 )
 from hsswap.driver.codes_operations import (
-    PAGE_BLOCKS,
     Attended,
     EncodeCodesWork,
     LayerCodes,
     Resident,
     ScoreCodesWork,
 )
-from hsswap.driver.tensor import contiguous_strides
+from hsswap.driver.tensor import Tensor, contiguous_strides
 
 
 def _codes(codes: LayerCodes) -> int:
     """Check a layer's codes; the number of code indices."""
     group = codes.group
+    if codes.tables is None:
+        require(not codes.codecs and not codes.pages, "codecs and pages come with their tables")
+        return 0
     require(
         len(codes.codecs) == group.kv_heads
         and all(codec.centre.shape == (group.head_dim,) for codec in codes.codecs),
@@ -60,7 +64,8 @@ def score(work: ScoreCodesWork) -> ScoreCodesWork:
     ids = _codes(work.codes)
     group = work.codes.group
     check_tensor(work.queries, "bf16", (group.q_heads, group.head_dim), "queries")
-    blocks = len(work.code_index)
+    index = work.code_index
+    blocks = shape_of_rank(index, 1, "code_index")[0] if isinstance(index, Tensor) else len(index)
     check_tensor(work.scores, "f32", (group.kv_heads, blocks), "scores", written=True)
     places = shape_of_rank(work.memory.predicted, 2, "memory.predicted")[1]
     require(places >= blocks, f"memory has room for {places} blocks; there are {blocks}")
@@ -69,11 +74,11 @@ def score(work: ScoreCodesWork) -> ScoreCodesWork:
         check_tensor(tensor, "f32", (group.q_heads, places), f"memory.{what}", written=True)
     if work.last is not None:
         _attended(work.last, work)
-    return replace(
-        work,
-        code_index=checked_indices(work.code_index, (blocks,), ids, "code_index", lowest=-1),
-        resident=_resident(work.resident, work),
-    )
+    if isinstance(index, Tensor):
+        held_table(index, (blocks,), "code_index")
+    else:
+        index = checked_indices(index, (blocks,), ids, "code_index", lowest=-1)
+    return replace(work, code_index=index, resident=_resident(work.resident, work, blocks))
 
 
 def _attended(last: Attended, work: ScoreCodesWork) -> None:
@@ -83,24 +88,28 @@ def _attended(last: Attended, work: ScoreCodesWork) -> None:
     check_tensor(last.lse, "f32", (group.q_heads, count), "last.lse")
 
 
-def _resident(resident: Resident, work: ScoreCodesWork) -> Resident:
+def _resident(resident: Resident, work: ScoreCodesWork, blocks: int) -> Resident:
     codes = work.codes
     require(
         resident.units.group == codes.group and resident.units.block_size == codes.block_size,
         "resident.units and codes must have the same layer group and block size",
     )
-    units = check_pool(resident.units, "resident.units")
+    units, heads = check_pool(resident.units, "resident.units"), codes.group.kv_heads
+    if resident.cache is not None:
+        shape = (heads, shape_of_rank(resident.cache.slots, 2, "resident.cache.slots")[1])
+        check_tensor(resident.cache.slots, "i32", shape, "resident.cache.slots")
+        check_tensor(resident.cache.owner, "i32", shape, "resident.cache.owner")
     require(
-        0 <= resident.tokens_filled <= codes.block_size,
-        f"tokens_filled is {resident.tokens_filled}; a block has {codes.block_size}",
+        0 <= resident.active_tokens <= codes.block_size,
+        f"active_tokens is {resident.active_tokens}; a block has {codes.block_size}",
     )
-    count = len(resident.blocks)
+    pinned = resident.pinned
+    if isinstance(pinned, Tensor):
+        held_table(pinned, shape_of_rank(pinned, 1, "resident.pinned"), "resident.pinned")
+    else:
+        pinned = checked_indices(pinned, (len(pinned),), blocks, "resident.pinned")
     return replace(
         resident,
-        slots=checked_indices(
-            resident.slots, (codes.group.kv_heads, count), units, "resident.slots"
-        ),
-        blocks=checked_indices(
-            resident.blocks, (count,), len(work.code_index) + 1, "resident.blocks"
-        ),
+        pinned=pinned,
+        active=checked_indices(resident.active, (heads,), units, "resident.active"),
     )

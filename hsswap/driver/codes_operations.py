@@ -1,7 +1,7 @@
 """Arguments of encode and score for the predictor ``codes``; shape letters as in ``operations``.
 
-Codes of a layer lie in pages of :data:`PAGE_BLOCKS` blocks, so that memory grows with the blocks.
-Code index i is row ``i % PAGE_BLOCKS`` of page ``i // PAGE_BLOCKS``; a row::
+Codes of a layer lie in pages of :data:`~hsswap.codec.PAGE_BLOCKS` blocks, so that memory grows with
+the blocks. Code index i is row ``i % PAGE_BLOCKS`` of page ``i // PAGE_BLOCKS``; a row::
 
     | head 0: plane 0 [T] uint16 | plane 1 | ... | head 1: plane 0 ... |      row_bytes
 
@@ -18,11 +18,8 @@ from numpy.typing import NDArray
 
 from hsswap.codec import HeadCodec
 from hsswap.config import LayerGroup
-from hsswap.driver.operations import I32, BlockPool, UnitPool
+from hsswap.driver.operations import I32, BlockPool, UnitCache, UnitPool
 from hsswap.driver.tensor import Tensor
-
-PAGE_BLOCKS = 256
-"""Blocks of a page: 4,096 tokens of 16 a block; 8 MiB for all layers of a Llama 8B at 1/64."""
 
 UNKNOWN_SCORE = -1000.0
 """Of the newest block without a code that the last step did not attend; each older one has 1 less.
@@ -31,14 +28,15 @@ Below every block with a code, whose scores are logs of float64 shares."""
 
 @dataclass(frozen=True, slots=True)
 class LayerCodes:
-    """Codes of one layer. ``codecs``: one for each KV head, all of the layer's head_dim.
+    """Codes of one layer. ``codecs``: one for each KV head, all of the layer's head_dim; none, no
+    tables and no pages while no block has a code.
 
     ``tables``: what :func:`table_bytes` of ``codecs`` gives, u8 ``[n]``, in memory the device reads
     well. ``pages``: u8 ``[PAGE_BLOCKS, row_bytes]`` each, contiguous, in order of code index.
     """
 
     codecs: tuple[HeadCodec, ...]
-    tables: Tensor
+    tables: Tensor | None
     pages: tuple[Tensor, ...]
     group: LayerGroup
     block_size: int
@@ -88,24 +86,28 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Units whose keys are at hand, so that their logits need no codes.
+    """Blocks whose keys are in device slots, so that their logits need no codes.
 
-    ``slots`` ``[H, R]`` int32 into ``units``; ``blocks`` ``[R]`` int32: their places among the
-    scored blocks, all full, or B for the block being filled, which has ``tokens_filled`` tokens.
+    ``pinned`` ``[P]`` int32: scored blocks that are looked up in ``cache``, head by head; those it
+    does not hold (it is as the last select left it, or None) count by their codes. The device may
+    hold the list: there -1 is no block. ``active``
+    ``[H]`` int32: the units of the block being filled, which has ``active_tokens`` tokens, 0 if
+    there is none.
     """
 
     units: UnitPool
-    slots: I32
-    blocks: I32
-    tokens_filled: int
+    cache: UnitCache | None
+    pinned: I32 | Tensor
+    active: I32
+    active_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCodesWork:
     """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
 
-    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, -1 for a block without a code. A
-    score is the log of the block's predicted share of the attention, mean over the head's query
+    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, which the device may hold, -1 for a
+    block without a code. A score is the log of the block's predicted share of the attention, mean over the head's query
     group: logsumexp of the block's logits from codes, plus the correction of what ``last`` showed
     (:func:`hsswap.codec.corrected`; None: as if nothing had been), over that of everything, where
     ``resident`` blocks count with their exact logits. ``first``: whatever ``memory`` holds, take it
@@ -117,7 +119,7 @@ class ScoreCodesWork:
 
     codes: LayerCodes
     queries: Tensor
-    code_index: I32
+    code_index: I32 | Tensor
     resident: Resident
     memory: ScoreMemory
     first: bool

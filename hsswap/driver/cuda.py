@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hsswap.driver import checks, cuda_attention, cuda_operations, cuda_top_k
 from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
@@ -187,12 +188,16 @@ class CudaDevice(Device):
         """See :class:`FinalizeWork`."""
         self._enqueue(stream, "finalize", checks.finalize, cuda_attention.enqueue_finalize, work)
 
-    def encode(self, stream: Stream, work: EncodeWork) -> None:
+    def encode(self, stream: Stream, work: EncodeWork | EncodeCodesWork) -> None:
         """See :class:`EncodeWork`."""
+        if isinstance(work, EncodeCodesWork):
+            raise DeviceError("the predictor 'codes' needs the host device; take 'projection'")
         self._enqueue(stream, "encode", checks.encode, cuda_operations.encode, work)
 
-    def score(self, stream: Stream, work: ScoreWork) -> None:
+    def score(self, stream: Stream, work: ScoreWork | ScoreCodesWork) -> None:
         """See :class:`ScoreWork`."""
+        if isinstance(work, ScoreCodesWork):
+            raise DeviceError("the predictor 'codes' needs the host device; take 'projection'")
         self._enqueue(stream, "score", checks.score, cuda_top_k.score, work, outputs=("scores",))
 
     def select(self, stream: Stream, work: SelectWork) -> None:

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from hsswap import bf16, codec
 from hsswap.bf16 import F32
+from hsswap.codec import PAGE_BLOCKS
+from hsswap.config import LayerGroup
 from hsswap.driver.codes_operations import (
-    PAGE_BLOCKS,
     UNKNOWN_SCORE,
     Attended,
     EncodeCodesWork,
@@ -17,6 +18,7 @@ from hsswap.driver.codes_operations import (
 )
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import block_views, unit_views
+from hsswap.driver.tensor import Tensor
 
 ENCODE_TOKENS = 2048
 """Tokens encoded at a time: float32 keys of 128 dims are then 1 MiB, within the cache of a core."""
@@ -54,7 +56,8 @@ def encode(work: EncodeCodesWork, scratch: Scratch) -> None:
 def score(work: ScoreCodesWork, scratch: Scratch) -> None:
     """The log of each block's predicted share of the attention."""
     group = work.codes.group
-    blocks = len(work.code_index)
+    code_index = _listed(work.code_index)
+    blocks = len(code_index)
     queries = bf16.to_float32(work.queries.array())
     memory = (work.memory.predicted.array(), work.memory.correction.array())
     if work.first:
@@ -63,26 +66,27 @@ def score(work: ScoreCodesWork, scratch: Scratch) -> None:
     if not work.first:
         held = slice(0, blocks)
         memory[1][:, held] = codec.corrected(memory[1][:, held], memory[0][:, held], true)
-    known = work.code_index >= 0
+    known = code_index >= 0
     predicted = memory[0][:, :blocks]
     predicted[...] = -np.inf
-    predicted[:, known] = _from_codes(work, queries, work.code_index[known])
+    predicted[:, known] = _from_codes(work, queries, code_index[known])
     mass = predicted + memory[1][:, :blocks]
     np.copyto(mass, true, where=~known & ~np.isnan(true))
-    exact = _exact(work, queries)
+    beside = _exact_logits(work, queries, mass)
     scores = work.scores.array()
-    is_listed = work.resident.blocks < blocks
+    age = np.arange(blocks - 1, -1, -1)
     for head in range(group.kv_heads):
         part = slice(head * group.group_size, (head + 1) * group.group_size)
-        own = mass[part].copy()
-        own[:, work.resident.blocks[is_listed]] = exact[part][:, is_listed]
-        beside = codec.log_mass(exact[part][:, ~is_listed]) if not is_listed.all() else None
-        share = codec.shares(own, beside)
-        is_unknown = np.isneginf(own).all(0)
-        age = np.arange(blocks - 1, -1, -1)
+        share = codec.shares(mass[part], beside[part])
+        is_unknown = np.isneginf(mass[part]).all(0)
         with np.errstate(invalid="ignore"):
             found = np.log(np.maximum(share, LEAST_SHARE))
         scores[head] = np.where(is_unknown, UNKNOWN_SCORE - age, found)
+
+
+def _listed(given: NDArray[np.int32] | Tensor) -> NDArray[np.int32]:
+    """A list that the caller gave, or that the device holds."""
+    return given.array() if isinstance(given, Tensor) else given
 
 
 def _truth(last: Attended | None, group_size: int, blocks: int) -> F32:
@@ -113,17 +117,33 @@ def _from_codes(work: ScoreCodesWork, queries: F32, code_index: NDArray[np.int32
     return mass
 
 
-def _exact(work: ScoreCodesWork, queries: F32) -> F32:
-    """Logsumexp ``[Q, R]`` of the resident units, from their keys."""
+def _exact_logits(work: ScoreCodesWork, queries: F32, mass: F32) -> F32:
+    """Exact logsumexp of resident blocks into ``mass`` ``[Q, B]``, and ``[Q]`` that of the block
+    being filled.
+    """
     resident, group = work.resident, work.codes.group
     keys, _ = unit_views(resident.units)
-    taken = bf16.to_float32(keys[resident.slots])  # [H, R, T, dk]
-    heads = queries.reshape(group.kv_heads, 1, group.group_size, -1)
-    logits = heads @ taken.swapaxes(2, 3) * np.float32(group.logit_scale)  # [H, R, G, T]
+    pinned = _listed(resident.pinned)
+    pinned = pinned[pinned >= 0]
+    beside = np.full(group.q_heads, -np.inf, np.float32)
+    for head in range(group.kv_heads):
+        part = slice(head * group.group_size, (head + 1) * group.group_size)
+        if resident.cache is not None and len(pinned):
+            block, place = np.nonzero(pinned[:, None] == resident.cache.owner.array()[head])
+            held = keys[resident.cache.slots.array()[head, place]]
+            mass[part, pinned[block]] = codec.log_mass(
+                _logits(group, queries[part], held)
+            ).T
+        if resident.active_tokens:
+            rows = keys[resident.active[head]][None, : resident.active_tokens]
+            beside[part] = codec.log_mass(_logits(group, queries[part], rows))[0]
+    return beside
+
+
+def _logits(group: LayerGroup, queries: F32, keys: NDArray[np.uint16]) -> F32:
+    """Logits ``[n, G, T]`` of queries ``[G, dk]`` and keys ``[n, T, dk]``."""
+    logits: F32 = queries @ bf16.to_float32(keys).swapaxes(1, 2) * np.float32(group.logit_scale)
     if group.soft_cap is not None:
         cap = np.float32(group.soft_cap)
         logits = np.tanh(logits / cap) * cap
-    unseen = resident.blocks == len(work.code_index)
-    logits[:, unseen, :, resident.tokens_filled :] = -np.inf
-    found: F32 = codec.log_mass(logits).swapaxes(1, 2).reshape(group.q_heads, -1)
-    return found
+    return logits

@@ -75,6 +75,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """What the file holds, padded."""
         fields = asdict(self)
+        fields["dims"]["groups"] = [_layout(group) for group in self.dims.groups]
         text = _text({**fields, "crc32": crc32(_text(fields))})
         return text + b" " * (-(len(text) + 1) % DISK_ALIGNMENT) + b"\n"
 
@@ -140,13 +141,20 @@ def _dims_differences(have: ModelDims, want: ModelDims) -> list[str]:
     if len(have.groups) != len(want.groups):
         found.append(f"{len(have.groups)} layer groups, not {len(want.groups)}")
     for number, (old, new) in enumerate(zip(have.groups, want.groups, strict=False)):
-        old_fields, new_fields = asdict(old), asdict(new)
+        old_fields, new_fields = _layout(old), _layout(new)
         found.extend(
             f"layer group {number} with {name} {value!r}, not {new_fields[name]!r}"
             for name, value in old_fields.items()
             if value != new_fields[name]
         )
     return found
+
+
+def _layout(group: LayerGroup) -> dict[str, Any]:
+    """What of a group decides what blocks look like."""
+    fields = asdict(group)
+    del fields["rope"]
+    return fields
 
 
 def _text(fields: dict[str, Any]) -> bytes:

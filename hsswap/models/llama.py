@@ -136,6 +136,18 @@ def load_weights(file: GgufFile, config: LlamaConfig) -> LlamaWeights:
     return weights
 
 
+def read_rope_factors(file: GgufFile) -> F32 | None:
+    """What divides the frequency of each pair ``[rope_dims / 2]``, None for a model without.
+
+    Raises ``ModelError`` for a damaged file.
+    """
+    if "rope_freqs.weight" not in file.tensors:
+        return None
+    factors = np.empty(file.tensors["rope_freqs.weight"].shape, np.float32)
+    read_tensors(file, {"rope_freqs.weight": factors})
+    return factors
+
+
 def _tensor_shapes(file: GgufFile, c: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor the model must have, and no other, with its row-major shape."""
     q_width, kv_width = c.q_heads * c.head_dim, c.kv_heads * c.head_dim

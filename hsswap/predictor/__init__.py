@@ -1,6 +1,16 @@
 """Predictors rank a sequence's blocks for a query. They decide; the device does the work."""
 
+from hsswap.predictor.base import Predictor, ScoreRequest
 from hsswap.predictor.calibration import HeadSamples, calibrate
+from hsswap.predictor.codes import CodesPredictor
 from hsswap.predictor.projection import ProjectionPredictor, projection_matrix
 
-__all__ = ["HeadSamples", "ProjectionPredictor", "calibrate", "projection_matrix"]
+__all__ = [
+    "CodesPredictor",
+    "HeadSamples",
+    "Predictor",
+    "ProjectionPredictor",
+    "ScoreRequest",
+    "calibrate",
+    "projection_matrix",
+]

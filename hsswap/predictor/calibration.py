@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.codec import HeadCodec
+from hsswap.codec import HeadCodec, planes_of_budget
 from hsswap.predictor.basis import basis_of, rotated_samples, second_moments
 from hsswap.predictor.bits import allocate_bits
 from hsswap.predictor.quantiser import codec_of
@@ -44,15 +44,6 @@ class HeadSamples:
     value_dim: int
 
 
-def planes_of(heads: Sequence[HeadSamples], metadata_ratio: float) -> int:
-    """Planes of 16 bits a token that the budget gives to all heads, one each at least.
-
-    ``metadata_ratio``: bytes of codes to bytes of K and V (two bytes an element, as a plane).
-    """
-    elements = sum(head.keys.shape[-1] + head.value_dim for head in heads)
-    return max(len(heads), int(metadata_ratio * elements))
-
-
 def calibrate(
     heads: Sequence[HeadSamples], metadata_ratio: float, context_tokens: int, seed: int = 0
 ) -> list[HeadCodec]:
@@ -71,7 +62,9 @@ def calibrate(
         )
         for number, head in enumerate(heads)
     ]  # fmt: skip
-    bits = allocate_bits([basis.variance for basis in bases], planes_of(heads, metadata_ratio))
+    elements = sum(head.keys.shape[-1] + head.value_dim for head in heads)
+    planes = planes_of_budget(elements, len(heads), metadata_ratio)
+    bits = allocate_bits([basis.variance for basis in bases], planes)
     codecs = []
     for number, (head, basis, own) in enumerate(zip(heads, bases, bits, strict=True)):
         # Other turns than those of the moments: ranges must hold for keys not seen.

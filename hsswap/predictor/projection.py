@@ -8,19 +8,16 @@ group. NumPy's PCG64 draws it, so it is not the seed's own matrix of the same nu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from hsswap.bf16 import U16, from_float32
-from hsswap.config import LayerGroup, PredictorConfig
-from hsswap.driver.operations import (
-    I32,
-    BlockPool,
-    EncodeWork,
-    ProjectionCodes,
-    ScoreWork,
-)
-from hsswap.driver.tensor import Tensor
-from hsswap.errors import ArgumentError
+from hsswap.config import ModelDims, PredictorConfig
+from hsswap.driver.base import Buffer, Device
+from hsswap.driver.operations import I32, BlockPool, EncodeWork, ProjectionCodes, ScoreWork
+from hsswap.driver.tensor import tensor_in
+from hsswap.predictor.base import I64, Predictor, ScoreRequest
 
 
 def projection_matrix(config: PredictorConfig, head_dim: int) -> U16:
@@ -30,45 +27,49 @@ def projection_matrix(config: PredictorConfig, head_dim: int) -> U16:
     return from_float32(values.astype(np.float32))
 
 
-class ProjectionPredictor:
-    """Codes of one layer group and the work that makes and reads them.
+class ProjectionPredictor(Predictor):
+    """Codes ``[ids, H, T, rank]`` BF16 of each layer, in memory for all ids at once."""
 
-    ``memory`` is device memory of :meth:`code_bytes`, ``ids`` the store's number of block ids;
-    code rows are found by block index, so a freed and reused id is overwritten by its new owner
-    before it can be scored.
-    """
+    remembers = False
 
-    def __init__(
-        self,
-        config: PredictorConfig,
-        group: LayerGroup,
-        block_size: int,
-        ids: int,
-        memory: Tensor,
-        matrix: Tensor,
-    ) -> None:
-        shape = (group.layers, ids, group.kv_heads, block_size, config.rank)
-        if memory.shape != shape:
-            raise ArgumentError(f"predictor memory has shape {memory.shape}; {shape} is needed")
-        self._codes = [
-            ProjectionCodes(memory.row(layer), matrix, group) for layer in range(group.layers)
-        ]
+    def __init__(self, config: PredictorConfig, dims: ModelDims, ids: int, device: Device) -> None:
+        super().__init__(dims.layers, ids)
+        self._memory: list[Buffer] = []
+        self._codes: list[ProjectionCodes] = []
+        try:
+            for group in dims.groups:
+                shape = (group.layers, ids, group.kv_heads, dims.block_size, config.rank)
+                self._memory.append(device.allocate(2 * int(np.prod(shape))))
+                codes = tensor_in(self._memory[-1], "bf16", shape)
+                values = projection_matrix(config, group.head_dim)
+                # Mapped host memory: small, read by every launch, and filled without a copy call.
+                self._memory.append(device.allocate_host(values.nbytes))
+                matrix = tensor_in(self._memory[-1], "bf16", values.shape)
+                matrix.array()[...] = values
+                of_layer = ProjectionCodes(codes, matrix, group)
+                self._codes += [
+                    replace(of_layer, codes=codes.row(layer)) for layer in range(group.layers)
+                ]
+        except BaseException:
+            self.close()
+            raise
 
-    @staticmethod
-    def code_shape(
-        config: PredictorConfig, group: LayerGroup, block_size: int, ids: int
-    ) -> tuple[int, ...]:
-        """``[layers, ids, kv_heads, block_size, rank]``, BF16."""
-        return (group.layers, ids, group.kv_heads, block_size, config.rank)
+    @property
+    def ready(self) -> bool:
+        return True
 
     def encode_work(
-        self, group_layer: int, blocks: BlockPool, host_slots: I32, indices: I32
+        self, layer: int, blocks: BlockPool, host_slots: I32, indices: I64
     ) -> EncodeWork:
-        """Work that encodes full blocks out of host slots."""
-        return EncodeWork(self._codes[group_layer], blocks, host_slots, indices)
+        """See :meth:`Predictor.encode_work`."""
+        return EncodeWork(self._codes[layer], blocks, host_slots, indices.astype(np.int32))
 
-    def score_work(
-        self, group_layer: int, queries: Tensor, indices: I32 | Tensor, scores: Tensor
-    ) -> ScoreWork:
-        """Work that scores blocks for ``queries`` ``[Q, dk]`` into ``scores`` ``[H, B]``."""
-        return ScoreWork(self._codes[group_layer], queries, indices, scores)
+    def score_work(self, layer: int, request: ScoreRequest) -> ScoreWork:
+        """See :meth:`Predictor.score_work`."""
+        return ScoreWork(self._codes[layer], request.queries, request.code_index, request.scores)
+
+    def close(self) -> None:
+        """See :meth:`Predictor.close`."""
+        for buffer in self._memory:
+            buffer.close()
+        self._memory.clear()

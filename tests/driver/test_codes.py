@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hsswap import bf16, codec
-from hsswap.codec import HeadCodec
+from hsswap.codec import PAGE_BLOCKS, HeadCodec
 from hsswap.config import LayerGroup
 from hsswap.driver.codes_operations import (
-    PAGE_BLOCKS,
     UNKNOWN_SCORE,
     Attended,
     EncodeCodesWork,
@@ -22,10 +23,12 @@ from hsswap.driver.codes_operations import (
     row_bytes_of,
     table_bytes,
 )
+from hsswap.driver.operations import UnitCache
 from hsswap.errors import ArgumentError
 from tests.driver.rig import Rig, random_codes
 
 F64 = np.float64
+Array = NDArray[np.float64]
 
 
 class Case:
@@ -75,38 +78,38 @@ class Case:
         self.rig.device.encode(self.rig.stream, work)
         self.rig.stream.synchronize()
 
-    def stored(self, head: int) -> np.ndarray:
+    def stored(self, head: int) -> NDArray[np.uint16]:
         """A head's codes ``[B, n, T]``, read by the documented layout."""
         rows = np.concatenate([page.array() for page in self.codes.pages])[self.index]
         first = sum(c.planes for c in self.codecs[:head]) * self.size
         words = rows.view(np.uint16)[:, first : first + self.codecs[head].planes * self.size]
         return np.ascontiguousarray(words).reshape(len(rows), -1, self.size)
 
-    def work(self, blocks: int | None = None, **changes: object) -> ScoreCodesWork:
+    def work(self, blocks: int | None = None) -> ScoreCodesWork:
         """A score of the first blocks without residents or memory; outputs are poisoned."""
         count = len(self.index) if blocks is None else blocks
         q, heads = self.group.q_heads, self.group.kv_heads
         poison = np.full((q, count + 5), np.nan, np.float32)
         none = np.empty(0, np.int32)
-        work = ScoreCodesWork(
+        return ScoreCodesWork(
             codes=self.codes,
             queries=self.rig.tensor(random_codes(self.rng, (q, self.group.head_dim))),
             code_index=self.index[:count],
-            resident=Resident(self.units, np.empty((heads, 0), np.int32), none, 0),
+            resident=Resident(self.units, None, none, np.zeros(heads, np.int32), 0),
             memory=ScoreMemory(self.rig.tensor(poison), self.rig.tensor(poison)),
             first=True,
             last=None,
             scores=self.rig.tensor(np.full((heads, count), np.nan, np.float32)),
         )
-        return replace(work, **changes)  # type: ignore[arg-type]
 
-    def score(self, work: ScoreCodesWork) -> np.ndarray:
+    def score(self, work: ScoreCodesWork) -> Array:
         """Run it; the scores."""
         self.rig.device.score(self.rig.stream, work)
         self.rig.stream.synchronize()
-        return work.scores.array().astype(F64)
+        scores: Array = work.scores.array().astype(F64)
+        return scores
 
-    def log_mass(self, queries: np.ndarray) -> np.ndarray:
+    def log_mass(self, queries: NDArray[np.uint16]) -> Array:
         """Float64 ``[Q, B]`` from the codes that are stored."""
         per_head = []
         group = self.group.group_size
@@ -120,15 +123,17 @@ class Case:
         return np.concatenate(per_head)
 
 
-def _lse(logits: np.ndarray) -> np.ndarray:
+def _lse(logits: Array) -> Array:
     best = logits.max(-1, keepdims=True)
-    return (np.log(np.exp(logits - best).sum(-1)) + best[..., 0]).astype(F64)
+    total: Array = np.log(np.exp(logits - best).sum(-1)) + best[..., 0]
+    return total
 
 
-def _log_share(mass: np.ndarray, beside: np.ndarray, group: int) -> np.ndarray:
+def _log_share(mass: Array, beside: Array, group: int) -> Array:
     total = _lse(np.concatenate((mass, beside), axis=1))
     share = np.exp(mass - total[:, None])
-    return np.log(share.reshape(-1, group, mass.shape[1]).mean(1))
+    logs: Array = np.log(share.reshape(-1, group, mass.shape[1]).mean(1))
+    return logs
 
 
 GROUPS = [
@@ -201,7 +206,13 @@ def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
             tokens = 16 if place < 2 else 9  # the last is being filled: NaN behind
             flat = keys[place, head, :tokens].ravel()
             content[slots[head, place], : len(flat)] = flat
-    resident = Resident(case.units, slots, np.array([0, 13, 20], np.int32), 9)
+    # Head 1 does not hold block 13, which then counts by its codes.
+    owner = np.array([[13, -1, 0, 4], [-1, 0, 6, 19]], np.int32)
+    places = np.array([[slots[0, 1], 4, slots[0, 0], 6], [4, slots[1, 0], 4, 4]], np.int32)
+    unused = rig.tensor(np.zeros((2, 4), np.float32))
+    cache = UnitCache(rig.tensor(places), rig.tensor(owner), unused, unused)
+    pinned = np.array([0, 13], np.int32)
+    resident = Resident(case.units, cache, pinned, slots[:, 2].copy(), 9)
     work = replace(case.work(), resident=resident)
     scores = case.score(work)
     queries = work.queries.array()
@@ -210,7 +221,8 @@ def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
     logits = np.einsum("hgd,phtd->hgpt", q, bf16.to_float32(keys).astype(F64)) * 32**-0.5
     logits[:, :, 2, 9:] = -np.inf
     exact = _lse(logits).reshape(4, 3)
-    mass[:, [0, 13]] = exact[:, :2]
+    mass[:, 0] = exact[:, 0]
+    mass[:2, 13] = exact[:2, 1]
     wanted = _log_share(mass, exact[:, 2:], 2)
     assert np.abs(scores - wanted).max() < 1e-4
 
@@ -270,15 +282,16 @@ def test_wrong_arguments_are_refused(rig: Rig) -> None:
     case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 12, [3, 2])
     good = case.work()
     rows = len(case.index)
-    for change, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"code_index": np.full(rows, 2 * PAGE_BLOCKS, np.int32)}, "code_index holds"),
         ({"scores": rig.tensor(np.zeros((2, 3), np.float32))}, "scores has shape"),
         ({"codes": replace(case.codes, codecs=case.codecs[:1])}, "codecs must be 2"),
-        ({"resident": replace(good.resident, tokens_filled=17)}, "tokens_filled is 17"),
+        ({"resident": replace(good.resident, active_tokens=17)}, "active_tokens is 17"),
         ({"memory": replace(good.memory, predicted=good.scores)}, "memory has room|has shape"),
-    ):
+    ]
+    for change, message in refused:
         with pytest.raises(ArgumentError, match=message):
-            rig.device.score(rig.stream, replace(good, **change))  # type: ignore[arg-type]
+            rig.device.score(rig.stream, replace(good, **change))
     with pytest.raises(ArgumentError, match="host_slots holds"):
         rig.device.encode(
             rig.stream, EncodeCodesWork(case.codes, case.pool, case.index, case.index)

@@ -136,6 +136,8 @@ def test_rope_factors_against_float64(tmp_path: Path) -> None:
     logits = llama.forward(TOKENS, 0, plain(llama), all_logits=True)
     weights = tiny_weights(tiny)
     assert distance(logits, reference_logits(tiny, weights, TOKENS, factors)) < TOLERANCE
+    assert llama.weights.rope_factors is not None
+    assert (llama.weights.rope_factors == factors).all()
     # Sensitive enough: without the factors it is another model.
     assert distance(logits, reference_logits(tiny, weights, TOKENS, np.ones(4))) > 4 * TOLERANCE
 

@@ -1,0 +1,255 @@
+"""A basis for the predictor ``codes`` from the first prompt that a swap sees.
+
+Keys are taken when they are appended and queries when they attend: copies made by the device, in
+stream order, into host memory. Once every layer has shown enough, a thread makes the basis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.bf16 import to_float32
+from hsswap.codec import HeadCodec
+from hsswap.config import DISK_ALIGNMENT, LayerGroup, PredictorConfig
+from hsswap.driver.base import Buffer, Event, Stream
+from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
+from hsswap.driver.tensor import Tensor, tensor_in
+from hsswap.errors import DeviceError
+from hsswap.loop import in_thread
+from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
+from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
+from hsswap.rope import F64
+
+if TYPE_CHECKING:
+    from hsswap.swap_state import SwapState
+
+U16 = NDArray[np.uint16]
+
+LEAST_TOKENS = 64
+"""Of a prompt that makes a basis when it has to: recall was 0.76 with 128 tokens, 0.79 with 1,024
+on a small Llama."""
+
+ROWS = 16  # tokens of a block of the copies
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What one layer has shown: positions ``[n]`` and rows ``[n, heads, dk]`` a part, and how many
+    rows there are and are on their way.
+    """
+
+    positions: list[NDArray[np.int64]] = field(default_factory=list)
+    rows: list[U16] = field(default_factory=list)
+    count: int = 0
+
+    def joined(self) -> tuple[NDArray[np.int64], F64]:
+        """All positions and rows, float64."""
+        rows = to_float32(np.concatenate(self.rows)).astype(np.float64)
+        return np.concatenate(self.positions), rows
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Rows on their way to the host."""
+
+    into: _Shown
+    positions: NDArray[np.int64]
+    buffer: Buffer
+    memory: Tensor
+    group: LayerGroup
+    event: Event | None = None
+
+    def take(self) -> None:
+        """The copy has run: keep its rows."""
+        count, heads, dim = len(self.positions), self.group.kv_heads, self.group.head_dim
+        units = self.memory.array()[:, : heads * 4 * ROWS * dim].view(np.uint16)
+        keys = units.reshape(-1, heads, 2, ROWS, dim)[:, :, 0]  # K of each unit; V is the same
+        rows = keys.transpose(0, 2, 1, 3).reshape(-1, heads, dim)[:count]
+        self.into.rows.append(rows.copy())
+        self.into.positions.append(self.positions)
+
+
+class Calibration:
+    """Collects samples and makes the basis. Made and closed by the swap; runs on its loop.
+
+    One sequence at a time is watched; if it is closed too early, the next prompt is. :meth:`keys`
+    and :meth:`queries` are called under the swap's lock, from any thread.
+    """
+
+    def __init__(self, swap: SwapState, predictor: CodesPredictor, config: PredictorConfig) -> None:
+        self._swap = swap
+        self._predictor = predictor
+        self._config = config
+        self._watched: int | None = None
+        self._keys: list[_Shown] = []
+        self._queries: list[_Shown] = []
+        self._copies: list[_Copy] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def keys(self, sequence: int, layer: int, first: int, keys: Tensor, stream: Stream) -> None:
+        """A sequence is appending rows ``[n, H, dk]`` from position ``first`` on."""
+        if self._predictor.ready or self._task is not None:
+            return
+        if self._watched is None:
+            self._watched = sequence
+            layers = self._swap.config.dims.layers
+            self._keys = [_Shown() for _ in range(layers)]
+            self._queries = [_Shown() for _ in range(layers)]
+        if self._watched == sequence:
+            start = min(max(0, SINK_TOKENS - first), keys.shape[0])
+            self._copy(self._keys[layer], first, keys, start, 1, CALIBRATION_TOKENS, stream)
+
+    def queries(
+        self, sequence: int, layer: int, first: int, queries: Tensor, stream: Stream
+    ) -> None:
+        """A sequence's rows ``[n, Q, dk]`` from position ``first`` on attend."""
+        if self._predictor.ready or self._task is not None or self._watched != sequence:
+            return
+        start = min(max(0, SINK_TOKENS - first, -first % QUERY_STEP), queries.shape[0])
+        most = CALIBRATION_TOKENS // QUERY_STEP
+        self._copy(self._queries[layer], first, queries, start, QUERY_STEP, most, stream)
+
+    def ended(self, sequence: int) -> None:
+        """A sequence is closed. Under the lock."""
+        if self._watched == sequence and self._task is None:
+            self._watched = None
+            self._keys, self._queries = [], []
+
+    async def basis(self) -> None:
+        """Have a basis if what was shown is enough for one."""
+        if self._predictor.ready:
+            return
+        await self._swap.prefetcher.until(lambda: self._swap.closed or not self._copies)
+        self._swap.check_open()
+        if self._task is None and self._least(self._keys) >= LEAST_TOKENS:
+            self._begin()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def settle(self) -> None:
+        """Wait for the thread of a swap that is being closed."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Free what nobody will take any more; no copy may be under way."""
+        for copy in self._copies:
+            copy.buffer.close()
+        self._copies.clear()
+
+    def _copy(
+        self,
+        into: _Shown,
+        first: int,
+        rows: Tensor,
+        start: int,
+        step: int,
+        most: int,
+        stream: Stream,
+    ) -> None:
+        """Copy every ``step``-th row from ``start`` on, up to ``most`` of them in all."""
+        places = np.arange(start, rows.shape[0], step)[: most - into.count]
+        if not len(places):
+            return
+        _, heads, dim = rows.shape
+        shape = (len(places), heads, dim)
+        strides = (step * rows.strides[0], *rows.strides[1:])
+        address = rows.address + start * rows.strides[0]
+        some = Tensor(address, shape, strides, "bf16", rows.on_device, rows)
+        group = LayerGroup(1, heads, heads, dim)
+        blocks = -(-len(places) // ROWS)
+        block_bytes = -(-heads * 4 * ROWS * dim // DISK_ALIGNMENT) * DISK_ALIGNMENT
+        buffer = self._swap.device.allocate_host(blocks * block_bytes)
+        copy = _Copy(
+            into,
+            first + places,
+            buffer,
+            tensor_in(buffer, "u8", (blocks, block_bytes)),
+            group,
+        )
+        self._copies.append(copy)
+        into.count += len(places)
+        # Rows go into units of a pool of their own, as K and, for want of another operation, as V.
+        unit = tensor_in(buffer, "u8", (1, 4 * ROWS * dim))
+        work = AppendWork(
+            keys=some,
+            values=some,
+            first_offset=0,
+            units=UnitPool(unit, group, ROWS),
+            device_slots=np.full((blocks, heads), -1, np.int32),
+            blocks=BlockPool(copy.memory, group, ROWS),
+            host_slots=np.arange(blocks, dtype=np.int32),
+        )
+        self._swap.device.append(stream, work)
+        event = stream.record()
+        copy.event = event
+        event.call_when_done(lambda: self._swap.mailbox.post(lambda: self._arrived(copy)))
+
+    def _arrived(self, copy: _Copy) -> None:
+        with self._swap.lock:
+            if copy not in self._copies:
+                return
+            self._copies.remove(copy)
+            try:
+                assert copy.event is not None
+                copy.event.is_done()
+                copy.take()
+            except DeviceError:
+                copy.into.count -= len(copy.positions)  # told to whoever awaits the same work
+            copy.buffer.close()
+            enough = (
+                self._task is None
+                and not self._swap.closed
+                and self._least(self._keys) >= CALIBRATION_TOKENS
+                and self._least(self._queries) >= CALIBRATION_TOKENS // QUERY_STEP
+            )
+            if enough and not self._copies:
+                self._begin()
+        self._swap.prefetcher.pump()  # tells who waits in basis()
+
+    @staticmethod
+    def _least(shown: list[_Shown]) -> int:
+        return min((layer.count for layer in shown), default=0)
+
+    def _begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._make())
+
+    async def _make(self) -> None:
+        with_queries = self._least(self._queries) >= LEAST_TOKENS // QUERY_STEP
+        try:
+            codecs = await in_thread(lambda: self._calibrate(with_queries))
+            with self._swap.lock:
+                if not self._swap.closed:
+                    self._predictor.install(codecs)
+        finally:
+            self._keys, self._queries = [], []
+            self._watched = self._task = None
+
+    def _calibrate(self, with_queries: bool) -> tuple[HeadCodec, ...]:
+        """The arithmetic, in a thread: what it reads no longer changes."""
+        dims, config = self._swap.config.dims, self._config
+        heads = []
+        for layer in range(dims.layers):
+            group = dims.group(layer)
+            positions, keys = self._keys[layer].joined()
+            at, queries = self._queries[layer].joined() if with_queries else (None, None)
+            for head in range(group.kv_heads):
+                part = slice(head * group.group_size, (head + 1) * group.group_size)
+                heads.append(
+                    HeadSamples(
+                        keys=keys[:, head],
+                        positions=positions,
+                        queries=None if queries is None else queries[:, part],
+                        query_positions=at,
+                        rope=group.rope,
+                        logit_scale=group.logit_scale,
+                        value_dim=group.value_dim,
+                    )
+                )
+        context = config.context_tokens or self._swap.config.capacity_tokens
+        return tuple(calibrate(heads, config.metadata_ratio, context, config.seed))

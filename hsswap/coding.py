@@ -1,0 +1,53 @@
+"""Encoding full blocks that have no code: out of host slots, read from disk where they must be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hsswap.driver.base import Stream
+from hsswap.exact import LayerCache
+from hsswap.prefetch import Blocks
+from hsswap.tiers import I32, I64
+
+if TYPE_CHECKING:
+    from hsswap.swap_state import SwapState
+
+
+def enqueue_codes(
+    swap: SwapState, stream: Stream, cache: LayerCache, host_slots: I32, indices: I64
+) -> None:
+    """Launch the encoding of full blocks out of host slots, if there is a basis. Under the lock."""
+    predictor = swap.predictor
+    if predictor is None or not predictor.ready or not len(indices):
+        return
+    blocks = cache.pool.blocks
+    swap.device.encode(stream, predictor.encode_work(cache.layer, blocks, host_slots, indices))
+    predictor.mark(cache.layer, indices)
+
+
+async def code_blocks(
+    swap: SwapState, stream: Stream, cache: LayerCache, indices: I64, *, scan: bool = False
+) -> None:
+    """Have codes of full blocks of block indices ``[n]``, if there is a basis or can be one.
+
+    The caller keeps the order of the sequence's work on ``stream``. Raises BlockIOError for a block
+    that cannot be read.
+    """
+    assert swap.predictor is not None  # a sequence with top-k has one
+    if swap.calibration is not None:
+        await swap.calibration.basis()
+    with swap.lock:
+        places = swap.predictor.missing(cache.layer, indices)
+    step = swap.config.tile_blocks
+    for start in range(0, len(places), step):
+        part = indices[places[start : start + step]]
+        loaded = await swap.prefetcher.load(Blocks(cache.pool, cache.layer, part))
+        with swap.lock:
+            try:
+                swap.check_open()
+                enqueue_codes(swap, stream, cache, loaded.slots, part)
+                encoded = stream.record()
+            except BaseException:
+                swap.release_now(cache.pool, loaded.slots)
+                raise
+            swap.release_after(encoded, cache.pool, loaded.slots, scan=scan)

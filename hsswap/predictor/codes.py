@@ -1,0 +1,131 @@
+"""The predictor ``codes``: a few bits a dim in a basis that calibration makes.
+
+Memory comes in pages of :data:`~hsswap.codec.PAGE_BLOCKS` blocks, all layers of a group in one
+buffer, when a block whose index lies there is first encoded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hsswap.codec import PAGE_BLOCKS, HeadCodec
+from hsswap.config import LayerGroup, ModelDims
+from hsswap.driver.base import Buffer, Device
+from hsswap.driver.codes_operations import (
+    EncodeCodesWork,
+    LayerCodes,
+    ScoreCodesWork,
+    row_bytes_of,
+    table_bytes,
+)
+from hsswap.driver.operations import I32, BlockPool
+from hsswap.driver.tensor import Tensor, tensor_in
+from hsswap.errors import ArgumentError
+from hsswap.predictor.base import I64, Predictor, ScoreRequest
+
+
+class CodesPredictor(Predictor):
+    """Packed codes of each layer, once :meth:`install` has given it a basis."""
+
+    remembers = True
+
+    def __init__(self, dims: ModelDims, ids: int, device: Device) -> None:
+        super().__init__(dims.layers, ids)
+        self._dims = dims
+        self._device = device
+        self._memory: list[Buffer] = []
+        self._layers = [_Layer(g, (), None) for g in dims.groups for _ in range(g.layers)]
+        self.codecs: tuple[HeadCodec, ...] = ()
+        self.version = 0
+        """How many bases there have been."""
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.codecs)
+
+    def install(self, codecs: tuple[HeadCodec, ...]) -> None:
+        """Take a basis: a codec for each KV head of each layer, in order.
+
+        Blocks that were encoded before are without a code from now on. Raises ArgumentError for
+        another number of codecs or dims, DeviceError when there is no memory; nothing changed then.
+        """
+        heads = [group for group in self._dims.groups for _ in range(group.layers)]
+        wanted = [group.head_dim for group in heads for _ in range(group.kv_heads)]
+        if [len(codec.centre) for codec in codecs] != wanted:
+            raise ArgumentError(f"a basis of {len(codecs)} heads does not fit a model's {wanted}")
+        layers, tables = [], []
+        at = iter(codecs)
+        try:
+            for group in heads:
+                own = tuple(next(at) for _ in range(group.kv_heads))
+                content = table_bytes(own)
+                tables.append(self._device.allocate_host(content.nbytes))
+                tensor = tensor_in(tables[-1], "u8", content.shape)
+                tensor.array()[...] = content
+                layers.append(_Layer(group, own, tensor))
+        except BaseException:
+            for buffer in tables:
+                buffer.close()
+            raise
+        # What is enqueued may still read the old memory: it stays until the end.
+        self._memory += tables
+        self._layers = layers
+        self._coded[...] = False
+        self.codecs = codecs
+        self.version += 1
+
+    def encode_work(
+        self, layer: int, blocks: BlockPool, host_slots: I32, indices: I64
+    ) -> EncodeCodesWork:
+        """See :meth:`Predictor.encode_work`."""
+        self._make_pages(int(indices.max(initial=0)) // PAGE_BLOCKS)
+        return EncodeCodesWork(self._of(layer), blocks, host_slots, indices.astype(np.int32))
+
+    def score_work(self, layer: int, request: ScoreRequest) -> ScoreCodesWork:
+        """See :meth:`Predictor.score_work`."""
+        return ScoreCodesWork(
+            codes=self._of(layer),
+            queries=request.queries,
+            code_index=request.code_index,
+            resident=request.resident,
+            memory=request.memory,
+            first=request.first,
+            last=request.last,
+            scores=request.scores,
+        )
+
+    def close(self) -> None:
+        """See :meth:`Predictor.close`."""
+        for buffer in self._memory:
+            buffer.close()
+        self._memory.clear()
+
+    def _of(self, layer: int) -> LayerCodes:
+        own = self._layers[layer]
+        size = self._dims.block_size
+        return LayerCodes(own.codecs, own.tables, tuple(own.pages), own.group, size)
+
+    def _make_pages(self, last: int) -> None:
+        """Have pages up to number ``last`` in every layer."""
+        size = self._dims.block_size
+        while len(self._layers[0].pages) <= last:
+            nbytes = [PAGE_BLOCKS * row_bytes_of(layer.codecs, size) for layer in self._layers]
+            buffer = self._device.allocate(sum(nbytes))
+            self._memory.append(buffer)
+            offset = 0
+            for layer, count in zip(self._layers, nbytes, strict=True):
+                shape = (PAGE_BLOCKS, count // PAGE_BLOCKS)
+                layer.pages.append(tensor_in(buffer, "u8", shape, offset_bytes=offset))
+                offset += count
+
+
+class _Layer:
+    """One layer's basis and pages."""
+
+    def __init__(
+        self, group: LayerGroup, codecs: tuple[HeadCodec, ...], tables: Tensor | None
+    ) -> None:
+        self.group = group
+        self.codecs = codecs
+        self.tables = tables
+        self.pages: list[Tensor] = []
