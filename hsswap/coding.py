@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from hsswap.swap_state import SwapState
 
 
-def enqueue_codes(
-    swap: SwapState, stream: Stream, cache: LayerCache, host_slots: I32, indices: I64
-) -> None:
-    """Launch the encoding of full blocks out of host slots, if there is a basis. Under the lock."""
-    predictor = swap.predictor
+def enqueue_codes(swap: SwapState, stream: Stream, blocks: Blocks, host_slots: I32) -> None:
+    """Launch the encoding of full blocks out of host slots ``[n]``, if there is a basis.
+
+    Under the lock.
+    """
+    predictor, layer, indices = swap.predictor, blocks.layer, blocks.indices
     if predictor is None or not predictor.ready or not len(indices):
         return
-    blocks = cache.pool.blocks
-    swap.device.encode(stream, predictor.encode_work(cache.layer, blocks, host_slots, indices))
-    predictor.mark(cache.layer, indices)
+    work = predictor.encode_work(layer, blocks.pool.blocks, host_slots, indices)
+    swap.device.encode(stream, work)
+    predictor.mark(layer, indices)
 
 
 async def code_blocks(
@@ -41,11 +42,12 @@ async def code_blocks(
     step = swap.config.tile_blocks
     for start in range(0, len(places), step):
         part = indices[places[start : start + step]]
-        loaded = await swap.prefetcher.load(Blocks(cache.pool, cache.layer, part))
+        blocks = Blocks(cache.pool, cache.layer, part)
+        loaded = await swap.prefetcher.load(blocks)
         with swap.lock:
             try:
                 swap.check_open()
-                enqueue_codes(swap, stream, cache, loaded.slots, part)
+                enqueue_codes(swap, stream, blocks, loaded.slots)
                 encoded = stream.record()
             except BaseException:
                 swap.release_now(cache.pool, loaded.slots)

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from hsswap.arguments import block_tensor, checked_layer, checked_length
 from hsswap.attending import AttendResult, Query, attend_exact
+from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.driver.operations import AppendWork
 from hsswap.driver.tensor import Tensor
@@ -232,14 +233,10 @@ class SeedCalls(SeedUse):
                     keys, values, 0, pool.units, device_slots, pool.blocks, batch.slots
                 )
                 self.device.append(stream, work)
-                if predict and full and self.config.predictor is not None:
-                    codes = self.predictor_of(layer).encode_work(
-                        blocks.group_layer,
-                        pool.blocks,
-                        batch.slots,
-                        blocks.indices.astype(np.int32),
-                    )
-                    self.device.encode(stream, codes)
+                if self.predictor is not None:
+                    self.predictor.forget(blocks.indices, layer)
+                if predict and full:
+                    enqueue_codes(self, stream, blocks, batch.slots)
         except BaseException as error:
             self.writes.refuse(batch, error)
             raise

@@ -185,7 +185,7 @@ class Sequence(Capturing):
             with self._ordered(stream):
                 stays = enqueue_rows(swap.device, stream, rows, slots, may_stay=self.top_k is None)
                 if self.top_k is not None:
-                    enqueue_codes(swap, stream, cache, slots, filled.indices)
+                    enqueue_codes(swap, stream, filled, slots)
                     if swap.calibration is not None:
                         first = cache.length - rows.count
                         swap.calibration.keys(self.number, cache.layer, first, rows.keys, stream)

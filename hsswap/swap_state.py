@@ -82,11 +82,6 @@ class SwapState:
         return tuple(self._pools)
 
     @property
-    def predictor(self) -> tuple[ProjectionPredictor, ...]:
-        """The predictor of each layer group, to look at; none in exact mode."""
-        return tuple(self._predictors)
-
-    @property
     def sequence_count(self) -> int:
         """Open sequences."""
         return len(self._sequences)

@@ -401,7 +401,8 @@ async def test_constructors_and_what_can_be_looked_at() -> None:
     swap = await HighSpeedSwap.new_on_stream(stream=stream, cfg=config, ctx=device)
     try:
         assert swap.config is config
-        assert len(swap.pool) == len(swap.predictor) == 1
+        assert len(swap.pool) == 1
+        assert swap.predictor is not None
         ids: list[int] = []
         await offload(swap, CASE, 100, ids)
         await attend(swap, CASE, 0, ids, 99)

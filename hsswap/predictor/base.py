@@ -84,9 +84,9 @@ class Predictor(ABC):
             return np.empty(0, np.int64)
         return np.flatnonzero(~self._coded[layer, indices])
 
-    def forget(self, indices: I64) -> None:
-        """These block indices have a new owner, whose blocks are not coded yet."""
-        self._coded[:, indices] = False
+    def forget(self, indices: I64, layer: int | None = None) -> None:
+        """What is under these block indices from now on, in one layer or all, is not coded yet."""
+        self._coded[slice(None) if layer is None else layer, indices] = False
 
     @abstractmethod
     def close(self) -> None:
