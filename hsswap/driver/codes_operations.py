@@ -107,11 +107,11 @@ class ScoreCodesWork:
     """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
 
     ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, which the device may hold, -1 for a
-    block without a code. A score is the log of the block's predicted share of the attention, mean over the head's query
-    group: logsumexp of the block's logits from codes, plus the correction of what ``last`` showed
-    (:func:`hsswap.codec.corrected`; None: as if nothing had been), over that of everything, where
-    ``resident`` blocks count with their exact logits. ``first``: whatever ``memory`` holds, take it
-    as empty.
+    block without a code. A score is the log of the block's predicted share of the attention, mean
+    over the head's query group: logsumexp of the block's logits from codes, plus the correction of
+    what ``last`` showed (:func:`hsswap.codec.corrected`; None: as if nothing had been), over that
+    of everything, where ``resident`` blocks count with their exact logits. ``first``: whatever
+    ``memory`` holds, take it as empty.
 
     A block without a code counts with what the last step found; if that is nothing either, it is
     worth :data:`UNKNOWN_SCORE` less its distance from the newest block.

@@ -131,9 +131,7 @@ def _exact_logits(work: ScoreCodesWork, queries: F32, mass: F32) -> F32:
         if resident.cache is not None and len(pinned):
             block, place = np.nonzero(pinned[:, None] == resident.cache.owner.array()[head])
             held = keys[resident.cache.slots.array()[head, place]]
-            mass[part, pinned[block]] = codec.log_mass(
-                _logits(group, queries[part], held)
-            ).T
+            mass[part, pinned[block]] = codec.log_mass(_logits(group, queries[part], held)).T
         if resident.active_tokens:
             rows = keys[resident.active[head]][None, : resident.active_tokens]
             beside[part] = codec.log_mass(_logits(group, queries[part], rows))[0]

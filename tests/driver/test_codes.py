@@ -227,6 +227,28 @@ def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
     assert np.abs(scores - wanted).max() < 1e-4
 
 
+def test_lists_that_the_device_holds(rig: Rig) -> None:
+    case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 20, [3, 2])
+    case.encode()
+    case.units.memory.array()[...] = 0x3F  # BF16 0.7 or so
+    index = case.index.copy()
+    index[4] = -1
+    unused = rig.tensor(np.zeros((2, 3), np.float32))
+    owner = rig.tensor(np.array([[7, 2, -1], [7, -1, 2]], np.int32))
+    places = rig.tensor(np.arange(6, dtype=np.int32).reshape(2, 3))
+    cache = UnitCache(places, owner, unused, unused)
+    pinned = np.array([2, 7], np.int32)
+    resident = Resident(case.units, cache, pinned, np.zeros(2, np.int32), 0)
+    given = replace(case.work(), code_index=index, resident=resident)
+    held = replace(
+        case.work(),
+        queries=given.queries,
+        code_index=rig.tensor(index),
+        resident=replace(resident, pinned=rig.tensor(np.array([2, -1, 7], np.int32))),
+    )
+    assert (case.score(given) == case.score(held)).all()
+
+
 def test_what_the_last_step_found_corrects_and_new_blocks_start_anew(rig: Rig) -> None:
     group = LayerGroup(1, 4, 2, 32)
     case = Case(rig, group, 16, 30, [3, 2])
