@@ -27,7 +27,10 @@ def poison(swap: HighSpeedSwap) -> None:
     """Fill slots and scratch with NaN when they are given up: a reader in flight is found out."""
     for pool in pools_of(swap):
         _poison_host_slots(pool)
-        _poison_device_slots(pool)
+        if not pool.device_memory.on_device:  # which the CPU cannot write to
+            _poison_device_slots(pool)
+    if swap.pool[0].device_memory.on_device:
+        return
     give_back = swap._scratch.give_back
 
     def poisoned(buffer: Buffer) -> None:

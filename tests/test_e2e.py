@@ -1,0 +1,141 @@
+"""End to end, the same on every device: promise 1, bit for bit, whatever is resident where.
+
+Six ragged sequences over three layer groups, forked, cut, reused and closed, with device slots for
+a sixteenth of the blocks and host slots for a quarter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hsswap import HighSpeedSwap, TopK
+from hsswap.driver import open_device
+from hsswap.driver.base import Device
+from hsswap.io.base import BlockIO
+from hsswap.io.memory import MemoryIO
+from tests.driver import oracle
+from tests.e2e_script import DIMS, TOP_K, Desk, Script, make_case, resident, tight
+from tests.swap_watch import Linked, watched
+
+CASE = make_case()
+STEPS = 50
+
+Log = dict[tuple[int, int, int], bytes]
+
+DEVICES = [
+    "host",
+    pytest.param("linked", id="host-behind-a-link"),
+    pytest.param("cuda:0", marks=pytest.mark.gpu),
+]
+WAYS = [
+    (None, "posix"),
+    (TOP_K, "memory"),
+    (TOP_K, "auto"),
+    pytest.param((None, "gds-compat"), marks=pytest.mark.gpu),
+    pytest.param((TOP_K, "uring"), marks=pytest.mark.uring),
+]
+
+
+def device_named(name: str) -> Device:
+    """A device that the swap will close."""
+    return Linked() if name == "linked" else open_device(name)
+
+
+async def life_on(swap: HighSpeedSwap, seed: int, steps: int, top_k: TopK | None) -> Log:
+    """One script to its end; its answers."""
+    desk = Desk(swap.device, CASE)
+    own = swap.device.stream()
+    script = Script(swap, desk, seed, top_k, (None, own, own.handle))
+    try:
+        await script.run(steps)
+        await script.end()
+    finally:
+        await asyncio.to_thread(own.synchronize)
+        await asyncio.to_thread(own.close)
+        await asyncio.to_thread(desk.close)
+    return script.log
+
+
+WANTED: dict[tuple[str, int, int, TopK | None], Log] = {}
+
+
+async def wanted(name: str, seed: int, steps: int, top_k: TopK | None) -> Log:
+    """The answers with everything resident; computed once for each device."""
+    kind = "host" if name == "linked" else name
+    key = kind, seed, steps, top_k
+    if key not in WANTED:
+        config = resident(top_k)
+        async with HighSpeedSwap.open(config, io=MemoryIO(), device=device_named(kind)) as swap:
+            WANTED[key] = await life_on(swap, seed, steps, top_k)
+    return WANTED[key]
+
+
+def compare(got: Log, right: Log) -> None:
+    """All answers, and none more."""
+    assert len(right) > 20
+    assert got.keys() == right.keys()
+    wrong = [key for key in got if got[key] != right[key]]
+    assert not wrong, f"{len(wrong)} of {len(got)} answers differ, the first at {min(wrong)}"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", DEVICES)
+async def test_the_same_bits_as_with_everything_resident(
+    name: str, way: tuple[TopK | None, str], tmp_path: Path
+) -> None:
+    top_k, backend = way
+    right = await wanted(name, 1, STEPS, top_k)
+    config = replace(tight(top_k=top_k), io=backend, directory=tmp_path / "store")
+    io: BlockIO | None = MemoryIO() if backend == "memory" else None
+    async with watched(config, io=io, device=device_named(name)) as swap:
+        got = await life_on(swap, 1, STEPS, top_k)
+        statistics = swap.statistics()
+    compare(got, right)
+    assert statistics.blocks_written > 0
+    assert statistics.host_hits + statistics.misses > 0
+
+
+@pytest.mark.parametrize("name", DEVICES)
+async def test_exact_answers_are_within_promise_1(name: str, tmp_path: Path) -> None:
+    config = replace(tight(), directory=tmp_path / "store")
+    async with watched(config, device=device_named(name)) as swap:
+        desk = Desk(swap.device, CASE)
+        async with swap.sequence() as sequence:
+            for layer in range(DIMS.layers):
+                group = DIMS.group(layer)
+                heads = oracle.Heads(group.group_size, group.logit_scale, group.window)
+                for start, stop in ((0, 700), (700, 701), (701, 1390)):
+                    keys, values = desk.keys[layer], desk.values[layer]
+                    rows = keys.rows(start, stop), values.rows(start, stop)
+                    await sequence.append(layer, *rows)
+                    asked = min(3, stop - start)
+                    out = desk.out(layer, asked)
+                    queries = desk.queries[layer].rows(stop - asked, stop)
+                    await (await sequence.attend(layer, queries, out)).done()
+                    for row in range(asked):
+                        at = stop - asked + row
+                        right = oracle.attend(
+                            CASE.queries[layer][at : at + 1],
+                            CASE.keys[layer],
+                            CASE.values[layer],
+                            at + 1,
+                            heads,
+                        )
+                        answer = oracle.decode(out.array()[row : row + 1])
+                        assert oracle.relative_error(answer, right.exact) <= right.tolerance()
+        await asyncio.to_thread(desk.close)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("top_k", [None, TOP_K], ids=str)
+@pytest.mark.parametrize("name", DEVICES)
+async def test_two_thousand_steps(name: str, top_k: TopK | None, tmp_path: Path) -> None:
+    right = await wanted(name, 2, 2000, top_k)
+    config = replace(tight(top_k=top_k), directory=tmp_path / "store")
+    async with watched(config, device=device_named(name)) as swap:
+        got = await life_on(swap, 2, 2000, top_k)
+    compare(got, right)
