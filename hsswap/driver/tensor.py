@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from hsswap.driver.dlpack import exported
 from hsswap.errors import ArgumentError
 
 # BF16 has no NumPy dtype; it travels as its 16-bit codes (hsswap.bf16).
@@ -116,7 +117,8 @@ def tensor_in(
 def tensor_of(
     obj: object, dtype: str, shape: tuple[int, ...], what: str, *, written: bool = False
 ) -> Tensor:
-    """Take an engine's array: a NumPy array, a :class:`Tensor`, or ``__cuda_array_interface__``.
+    """Take an engine's array: a NumPy array, a :class:`Tensor`, or an object with ``__dlpack__`` or
+    ``__cuda_array_interface__``.
 
     ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers.
     ``written``: work will write to it. Raises ArgumentError for another kind of object, dtype or
@@ -131,11 +133,14 @@ def tensor_of(
         if written and not obj.flags.writeable:
             raise ArgumentError(f"{what} is read-only; give an array that can be written")
         tensor = Tensor(obj.ctypes.data, obj.shape, obj.strides, dtype, False, obj)
+    elif hasattr(obj, "__dlpack__"):
+        address, dims, steps, on_device, owner = exported(obj, dtype, what)
+        tensor = Tensor(address, dims, steps, dtype, on_device, owner)
     elif hasattr(obj, "__cuda_array_interface__"):
         tensor = _from_cuda_interface(obj, dtype, what, written)
     else:
         raise ArgumentError(
-            f"{what} is a {type(obj).__name__}; a NumPy array or an object with "
+            f"{what} is a {type(obj).__name__}; a NumPy array or an object with __dlpack__ or "
             "__cuda_array_interface__ is needed"
         )
     if tensor.shape != shape:
