@@ -14,7 +14,7 @@ from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, tr
 from hsswap.capturing import Capturing
 from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, OutOfBlocks
 from hsswap.exact import blocks_ahead
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, SlotState
@@ -71,10 +71,15 @@ class Sequence(Capturing):
     def try_append(
         self, layer: int, keys: object, values: object, *, stream: object | None = None
     ) -> bool:
-        """Like :meth:`append`, from any thread, but False in place of waiting for host slots."""
+        """Like :meth:`append`, from any thread, but False in place of waiting for slots and ids."""
         with self._swap.lock, self._exclusive("append"):
             raw_stream = self._swap.stream_of(stream)
-            rows = self._check_rows(layer, keys, values)
+            try:
+                rows = self._check_rows(layer, keys, values)
+            except OutOfBlocks:
+                if self._swap.retiring.pending:
+                    return False  # ids that a truncate let go are on their way back
+                raise
             filled = self._filled_by(rows)
             new = self._reservation.missing(layer, len(filled.indices))
             if new and self._swap.prefetcher.crowded:

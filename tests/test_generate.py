@@ -45,6 +45,9 @@ JSON_KEYS = [
     "prefill_s",
     "prefix_tokens",
     "verified_calls",
+    "speculate",
+    "acceptance",
+    "tokens_per_round",
 ]
 
 

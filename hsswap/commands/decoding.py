@@ -15,6 +15,7 @@ from hsswap.config import ModelDims, SwapConfig
 from hsswap.metrics import SwapStatistics
 from hsswap.models import Arrays, HostArrays, LlamaConfig, TokenIds
 from hsswap.rope import Rope
+from hsswap.rounds import Acceptance
 from hsswap.sync import BlockingSequence, BlockingSwap
 
 
@@ -148,6 +149,12 @@ class Step:
         total = self.resident + self.ahead + self.waited
         return 1.0 if total == 0 else 1.0 - self.waited / total
 
+    def shared_by(self, tokens: int) -> list[Step]:
+        """One step for each of the tokens that came of it at once."""
+        counts = np.array([self.resident, self.ahead, self.waited])
+        shares = np.diff(np.outer(np.arange(tokens + 1), counts) // max(1, tokens), axis=0)
+        return [Step(self.seconds / tokens, *share) for share in shares.tolist()]
+
     @classmethod
     def between(cls, before: SwapStatistics, after: SwapStatistics, seconds: float) -> Step:
         """From the swap's counts. A block read ahead of need and one that stayed in its host slot
@@ -159,6 +166,17 @@ class Step:
         ahead = min(host, max(0, read - waited))
         resident = after.device_hits - before.device_hits + host - ahead
         return cls(seconds, resident, ahead, waited)
+
+
+@dataclass(slots=True)
+class Speculated:
+    """How drafts fared: what was asked for, and why bursts had fewer rounds, if they had."""
+
+    drafter: str
+    k: int
+    rounds: int
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(0, 0, 0))
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -180,6 +198,7 @@ class Run:
     left_out_mean: float = 0.0
     left_out_max: float = 0.0
     statistics: SwapStatistics | None = None
+    speculated: Speculated | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -234,16 +253,22 @@ class Decoder:
         Ends after a token of ``stop_ids``.
         """
         token = self._prefill(run, prompt, progress)
-        while True:
-            run.tokens.append(token)
-            yield token
-            if len(run.tokens) == count or token in stop_ids:
-                break
-            token = self._step(run, token)
+        run.tokens.append(token)
+        yield token
+        if count > 1 and token not in stop_ids:
+            yield from self._rest(run, prompt, count, stop_ids)
         run.statistics = self._swap.statistics()
         if self._attention.left_out:
             left_out = np.stack(self._attention.left_out)
             run.left_out_mean, run.left_out_max = float(left_out.mean()), float(left_out.max())
+
+    def _rest(
+        self, run: Run, prompt: list[int], count: int, stop_ids: frozenset[int]
+    ) -> Iterator[int]:
+        """The tokens behind the first, which ``run`` has already."""
+        while len(run.tokens) < count and run.tokens[-1] not in stop_ids:
+            run.tokens.append(self._step(run, run.tokens[-1]))
+            yield run.tokens[-1]
 
     def _prefill(
         self, run: Run, prompt: list[int], progress: Callable[[int, int], None] | None

@@ -21,6 +21,7 @@ from hsswap.commands.planning import Plan, make_plan
 from hsswap.commands.plot import check_plot, draw
 from hsswap.commands.progress import Progress
 from hsswap.commands.report import Report
+from hsswap.commands.speculating import Speculation, SpeculativeDecoder
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
@@ -63,6 +64,8 @@ class Job:
             raise ArgumentError("--persist needs --dir, the folder that the cache stays in")
         if options.persist and options.verify:
             raise ArgumentError("--verify compares with K and V of one run; leave --persist out")
+        if options.speculate is not None and (options.mode, options.device) != ("exact", "host"):
+            raise ArgumentError("--speculate needs --mode exact and --device host")
         if options.directory is not None:
             check_store_folder(options.directory)
         text = read_prompt(options.prompt_file)
@@ -189,9 +192,7 @@ def run_job(
             attention = SwapAttention(
                 sequence, arrays=model.arrays, verifier=verifier, checkpoint=interrupts.check
             )
-            decoder = Decoder(
-                model, swap, attention, verifier=verifier, checkpoint=interrupts.check
-            )
+            decoder = make_decoder(options, model, swap, sequence, attention, verifier, interrupts)
             for token in decoder.tokens(
                 run,
                 job.prompt,
@@ -224,6 +225,27 @@ def run_job(
         agree,
     )
     return report, [] if verifier is None else verifier.failures
+
+
+def make_decoder(
+    options: GenerateOptions,
+    model: Model,
+    swap: BlockingSwap,
+    sequence: BlockingSequence,
+    attention: SwapAttention,
+    verifier: AttentionVerifier | None,
+    interrupts: Interrupts,
+) -> Decoder:
+    """One that makes a token at a time, or one that speculates."""
+    if options.speculate is None:
+        return Decoder(model, swap, attention, verifier=verifier, checkpoint=interrupts.check)
+    assert isinstance(model, Llama)  # of the host device
+    return SpeculativeDecoder(
+        *(model, swap, sequence, attention),
+        Speculation(options.speculate, options.draft, options.rounds),
+        verifier=verifier,
+        checkpoint=interrupts.check,
+    )
 
 
 def open_sequence(swap: BlockingSwap, job: Job) -> BlockingSequence:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hsswap.errors import ArgumentError
 
 MODES = ("exact", "topk")
+DRAFTERS = ("ngram", "early-exit")
 STDIN = Path("-")
 
 MODE_HELP = (
@@ -43,6 +44,11 @@ PERSIST_HELP = (
     "model's whole context; what was used least recently goes first. Not with --verify, which "
     "compares with K and V of the same run"
 )
+SPECULATE_HELP = (
+    "draft tokens and let the model check several at once; the tokens are the same. ngram looks up "
+    "what followed the last tokens before, early-exit asks the first layers of the model. On the "
+    "host device, in exact mode"
+)
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "
     "by more than promised. After the end the model runs once more with plain attention over the "
@@ -73,6 +79,9 @@ class GenerateOptions:
     device: str
     model: Path | None
     persist: bool
+    speculate: str | None
+    draft: int
+    rounds: int
     look_ahead: bool
     io: str
     verify: bool
@@ -96,6 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-slots", type=_count, metavar="N", help=HOST_SLOTS_HELP)
     add("--dir", dest="directory", type=Path, metavar="D", help=DIRECTORY_HELP)
     add("--persist", action="store_true", help=PERSIST_HELP)
+    add("--speculate", choices=DRAFTERS, help=SPECULATE_HELP)
+    add("--draft", type=_count, default=4, metavar="K", help="drafts a round (4)")
+    add("--rounds", type=_count, default=4, metavar="M", help="rounds a burst (4); its text comes "
+        "behind it")  # fmt: skip
     add("--device", type=_device, default="host", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)

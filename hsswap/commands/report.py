@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hsswap.commands.decoding import Run, must_read_blocks
+from hsswap.commands.decoding import Run, Speculated, must_read_blocks
 from hsswap.commands.planning import Plan
 from hsswap.commands.verify import VerifySummary
 from hsswap.commands.words import size
@@ -87,6 +87,11 @@ class Report:
             "prefill_s": run.prefill_s,
             "prefix_tokens": run.prefix_tokens,
             "verified_calls": None if self.verified is None else self.verified.calls,
+            "speculate": None if run.speculated is None else run.speculated.drafter,
+            "acceptance": None if run.speculated is None else run.speculated.acceptance.share,
+            "tokens_per_round": None
+            if run.speculated is None
+            else run.speculated.acceptance.tokens_a_round,
         }
 
     def as_table(self) -> str:
@@ -132,6 +137,7 @@ class Report:
         return [
             ("prefill", f"{run.prefill_s:.2f} s, {rate:.0f} tokens/s{stored}{note}"),
             ("decode", f"{run.tokens_per_s:.1f} tokens/s{note}" if run.steps else "-"),
+            *([] if run.speculated is None else [("speculation", _speculation(run.speculated))]),
         ]
 
     def _reads(self) -> list[tuple[str, str]]:
@@ -209,3 +215,15 @@ class Report:
                 )
             )
         return rows
+
+
+def _speculation(speculated: Speculated) -> str:
+    """How drafts fared, in words."""
+    fared = speculated.acceptance
+    rounds = f"{speculated.rounds} rounds a burst"
+    if speculated.why:
+        rounds = f"1 round a burst, as {speculated.why}"
+    return (
+        f"{speculated.drafter}, {speculated.k} drafts: {fared.accepted} of {fared.drafted} "
+        f"accepted, {fared.tokens_a_round:.2f} tokens a round; {rounds}"
+    )

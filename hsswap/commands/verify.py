@@ -140,14 +140,13 @@ class AttentionVerifier:
         arrays may change afterwards. Raises ArgumentError when the shapes do not fit.
         """
         group = self._dims.group(layer)
-        rows = len(queries)
-        fits = (
-            queries.shape == (rows, group.q_heads, group.head_dim)
-            and keys.shape == (rows, group.kv_heads, group.head_dim)
-            and values.shape == (rows, group.kv_heads, group.value_dim)
-            and out.shape == (rows, group.q_heads, group.value_dim)
-        )
-        if not fits:
+        rows, q_heads, kv_heads = len(queries), group.q_heads, group.kv_heads
+        if (queries.shape, keys.shape, values.shape, out.shape) != (
+            (rows, q_heads, group.head_dim),
+            (rows, kv_heads, group.head_dim),
+            (rows, kv_heads, group.value_dim),
+            (rows, q_heads, group.value_dim),
+        ):
             raise ArgumentError(
                 f"layer {layer}: queries {queries.shape}, keys {keys.shape}, values "
                 f"{values.shape}, out {out.shape} do not fit {group}"
@@ -164,6 +163,11 @@ class AttentionVerifier:
                 None if chosen is None else np.array(chosen),
             )
         )
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on. Everything recorded must be checked before."""
+        for cache in self._caches:
+            cache.length = min(cache.length, length)
 
     def check(self, between: Callable[[], None] | None = None) -> list[CallErrors]:
         """Check everything recorded, as one step (a chunk of prefill, or one token).

@@ -201,6 +201,8 @@ class Llama:
         attention: Attention,
         *,
         all_logits: bool = False,
+        rows_apart: bool = False,
+        layers: int | None = None,
     ) -> F32:
         """Run ``tokens``, the first of which stands at ``position``, through all layers.
 
@@ -208,13 +210,25 @@ class Llama:
         ``position + len(tokens)`` afterwards. Returns float32 logits of the last token
         ``[vocab_size]``, or of all ``[len(tokens), vocab_size]``.
 
+        Matrix products of several rows round otherwise than those of one. With ``rows_apart`` each
+        row has its own, and comes out as from a call with it alone, bit for bit, for the price of
+        reading all weights for each. ``layers``: through the first ones only, and from there to the
+        logits, which is a draft of the whole (early exit).
+
         Raises ``ArgumentError``, before anything changes, if there are no tokens, if one is not in
         the vocabulary, or if they reach past ``config.context_tokens``. What ``attention`` raises
         passes through; the sequence is then in an unknown state.
         """
-        hidden = self._layers(tokens, position, attention, last_only=not all_logits)
-        normed = _rms_norm(hidden, self.weights.final_norm, self.config.rms_eps)
-        logits: F32 = normed @ self.weights.output.T
+        parts = [slice(r, r + 1) for r in range(len(tokens))] if rows_apart else [slice(None)]
+        hidden = self._layers(
+            tokens,
+            position,
+            attention,
+            parts,
+            layers=self.config.layers if layers is None else layers,
+            last_only=not (all_logits or rows_apart),
+        )
+        logits = np.concatenate([self._logits(hidden[part]) for part in parts])
         return logits if all_logits else logits[-1]
 
     def prefill(
@@ -258,15 +272,27 @@ class Llama:
         return PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=capacity_tokens)
 
     def _layers(
-        self, tokens: TokenIds, position: int, attention: Attention, *, last_only: bool
+        self,
+        tokens: TokenIds,
+        position: int,
+        attention: Attention,
+        parts: list[slice],
+        *,
+        layers: int,
+        last_only: bool,
     ) -> F32:
-        """The residual stream after all layers, ``[rows, width]``, or of its last row alone."""
+        """The residual stream after the layers, ``[rows, width]``, or of its last row alone.
+
+        Rows of one of ``parts`` share their matrix products.
+        """
         c, ids = self.config, check_tokens(tokens, position, self.config)
         rows, q_heads, kv_heads, head_dim = len(ids), c.q_heads, c.kv_heads, c.head_dim
         turn = self._rope_rows(position, rows)[:, None, :]
         x: F32 = self.weights.embedding[ids]
-        for layer, w in enumerate(self.weights.layers):
-            qkv = (_rms_norm(x, w.attn_norm, c.rms_eps) @ w.qkv.T).reshape(rows, -1, head_dim)
+        for layer, w in enumerate(self.weights.layers[:layers]):
+            qkv = np.concatenate(
+                [_rms_norm(x[part], w.attn_norm, c.rms_eps) @ w.qkv.T for part in parts]
+            ).reshape(rows, -1, head_dim)
             turned = qkv[:, : q_heads + kv_heads, : c.rope_dims].view(np.complex64)
             turned *= turn
             codes = from_float32(qkv)
@@ -281,13 +307,24 @@ class Llama:
                     f"attend returned {attended.dtype} {attended.shape}, and uint16 "
                     f"{(rows, q_heads, head_dim)} was expected"
                 )
-            if last_only and layer == c.layers - 1:
+            if last_only and layer == layers - 1:
                 # Of the last layer's rows only keys and values matter, and those are appended.
                 x, attended = x[-1:], attended[-1:]
-            x += to_float32(attended).reshape(len(x), -1) @ w.out.T
-            gate_up = _rms_norm(x, w.ffn_norm, c.rms_eps) @ w.gate_up.T
-            x += _gated(gate_up) @ w.down.T
+            for part in parts:
+                self._behind_attention(x[part], attended[part], w)
         return x
+
+    def _behind_attention(self, x: F32, attended: U16, w: LayerWeights) -> None:
+        """The rest of a layer, in place."""
+        x += to_float32(attended).reshape(len(x), -1) @ w.out.T
+        gate_up = _rms_norm(x, w.ffn_norm, self.config.rms_eps) @ w.gate_up.T
+        x += _gated(gate_up) @ w.down.T
+
+    def _logits(self, hidden: F32) -> F32:
+        """``[rows, vocab_size]`` of ``[rows, width]``."""
+        normed = _rms_norm(hidden, self.weights.final_norm, self.config.rms_eps)
+        logits: F32 = normed @ self.weights.output.T
+        return logits
 
     def _rope_rows(self, position: int, rows: int) -> NDArray[np.complex64]:
         """exp(i * angle) of ``rows`` positions, ``[rows, rope_dims / 2]``, from a growing table."""

@@ -7,6 +7,7 @@ from hsswap.rounds.drafters import NgramDrafter
 from hsswap.rounds.lengths import (
     LayerLengths,
     PointerTable,
+    addresses_of,
     kv_len_ptr_table,
     kv_len_ptr_table_range,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "SequenceStart",
     "StreamBufs",
     "Target",
+    "addresses_of",
     "kv_len_ptr_table",
     "kv_len_ptr_table_range",
 ]

@@ -11,10 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hsswap.driver.base import Stream
 from hsswap.driver.tensor import Tensor
 from hsswap.rounds.buffers import StreamBufs
-from hsswap.rounds.lengths import LayerLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,15 @@ class Target(ABC):
 
     ``vocab_size``; ``logits`` float32 ``[batch, k + 1, vocab_size]``, for the one k that it is made
     for; ``hidden`` ``[batch, k + 1, width]`` float32 or BF16, the states that a drafter may
-    be seeded with, or None; ``lengths``: what rollbacks must move beside the position, or None.
+    be seeded with, or None; ``length_addresses`` int64 ``[batch, N]``: of each sequence, the
+    addresses of the int32 that rollbacks must move beside the position
+    (:func:`~hsswap.rounds.lengths.addresses_of`), or None.
     """
 
     vocab_size: int
     logits: Tensor
     hidden: Tensor | None = None
-    lengths: LayerLengths | None = None
+    length_addresses: NDArray[np.int64] | None = None
 
     @abstractmethod
     def verify(self, stream: Stream, bufs: StreamBufs) -> None:

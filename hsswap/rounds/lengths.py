@@ -78,15 +78,24 @@ def kv_len_ptr_table_range(
         raise ArgumentError(
             f"layers {layers} of {len(lengths.of_layer)}; give a range of neighbours within them"
         )
-    rows = lengths.of_layer[layers.start : layers.stop]
+    counters = lengths.of_layer[layers.start : layers.stop]
     if pos_ctr is not None:
-        if pos_ctr.shape != (lengths.batch,) or pos_ctr.dtype != "i32":
+        counters = [*counters, pos_ctr]
+    return PointerTable(device, addresses_of(counters, lengths.batch))
+
+
+def addresses_of(counters: Sequence[Tensor | None], batch: int) -> NDArray[np.int64]:
+    """Where counters int32 ``[batch]`` are: ``[batch, len(counters)]``, 0 for None.
+
+    Raises ArgumentError for a counter of another kind or batch.
+    """
+    table = np.zeros((batch, len(counters)), np.int64)
+    for row, counter in enumerate(counters):
+        if counter is None:
+            continue
+        if counter.shape != (batch,) or counter.dtype != "i32":
             raise ArgumentError(
-                f"pos_ctr is {pos_ctr.dtype} {pos_ctr.shape}; i32 {(lengths.batch,)} is needed"
+                f"a counter is {counter.dtype} {counter.shape}; i32 {(batch,)} is needed"
             )
-        rows = [*rows, pos_ctr]
-    table = np.zeros((lengths.batch, len(rows)), np.int64)
-    for row, tensor in enumerate(rows):
-        if tensor is not None:
-            table[:, row] = tensor.address + 4 * np.arange(lengths.batch)
-    return PointerTable(device, table)
+        table[:, row] = counter.address + 4 * np.arange(batch)
+    return table

@@ -23,7 +23,7 @@ from hsswap.errors import ArgumentError
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
-from hsswap.rounds.lengths import PointerTable, kv_len_ptr_table
+from hsswap.rounds.lengths import PointerTable, addresses_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,10 @@ class Round(Closeable):
             raise ArgumentError("the drafter wants hidden states, and the target gives none")
         self._kernels, self._bufs = device.round_kernels(), bufs
         self._target, self._drafter = target, drafter
-        if target.lengths is None:
-            addresses = bufs.pos_ctr.address + 4 * np.arange(bufs.batch, dtype=np.int64)
-            self._table = PointerTable(device, addresses[:, None])
-        else:
-            self._table = kv_len_ptr_table(device, target.lengths, bufs.pos_ctr)
+        moved = addresses_of([bufs.pos_ctr], bufs.batch)
+        if target.length_addresses is not None:
+            moved = np.concatenate([target.length_addresses, moved], axis=1)
+        self._table = PointerTable(device, moved)
         rules = bufs.rules(target.vocab_size)
         self._start = CopyWork(bufs.pos_ctr, bufs.pos_start)
         self._assemble = AssembleWork(

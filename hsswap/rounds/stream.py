@@ -62,6 +62,16 @@ class Acceptance:
         """Tokens made: one a round, and one more for each accepted draft."""
         return self.rounds + self.accepted
 
+    @property
+    def share(self) -> float:
+        """Of the drafts verified, those accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_a_round(self) -> float:
+        """1 without a draft accepted, k + 1 at best."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:

@@ -12,7 +12,7 @@ from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_stream import HostStream
 from hsswap.driver.round_operations import NO_TOKEN
 from hsswap.driver.tensor import tensor_in
-from hsswap.rounds import Admission, Drafter, LayerLengths, StreamBufs, Target
+from hsswap.rounds import Admission, Drafter, LayerLengths, StreamBufs, Target, addresses_of
 
 ORDER = 3
 """Tokens that decide about the next one."""
@@ -61,7 +61,8 @@ class TableTarget(Target, Closeable):
     ) -> None:
         batch = len(prompts)
         self.vocab_size, self.k = vocab, k
-        self.lengths: LayerLengths = LayerLengths(device, [True, False, True], batch=batch)
+        self.lengths = LayerLengths(device, [True, False, True], batch=batch)
+        self.length_addresses = addresses_of(self.lengths.of_layer, batch)
         self._buffer: Buffer = device.allocate_host(4 * batch * (k + 1) * vocab)
         self.logits = tensor_in(self._buffer, "f32", (batch, k + 1, vocab))
         self.cache = np.full((2, batch, room + k + 1), -1, np.int64)

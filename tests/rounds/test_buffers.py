@@ -158,7 +158,7 @@ def test_refused_tables(rig: Rig) -> None:
         for layers in (range(3), range(0, 2, 2), range(-1, 1), range(2, 1)):
             with pytest.raises(ArgumentError, match="layers"):
                 kv_len_ptr_table_range(rig.device, lengths, layers)
-        with pytest.raises(ArgumentError, match="pos_ctr"):
+        with pytest.raises(ArgumentError, match="counter"):
             kv_len_ptr_table(rig.device, lengths, rig.tensor(np.zeros(3, np.int32)))
     with pytest.raises(ArgumentError, match="layers"):
         LayerLengths(rig.device, [])

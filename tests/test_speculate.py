@@ -1,0 +1,133 @@
+"""``hsswap generate --speculate``: the tokens of plain decoding, bit for bit, while blocks swap."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hsswap.__main__ import main
+from hsswap.commands.decoding import Step
+from hsswap.errors import ArgumentError
+from hsswap.models import default_model_path
+from tests.running import TINY, TinyRun
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return TinyRun.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: TinyRun) -> list[int]:
+    """The tokens of plain decoding."""
+    report, _ = tiny.run("--tokens", str(COUNT), "--io", "memory")
+    return report.run.tokens
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+@pytest.mark.parametrize(("k", "rounds"), [(1, 1), (3, 4), (8, 2)])
+def test_tokens_are_those_of_plain_decoding(
+    tiny: TinyRun, plain: list[int], drafter: str, k: int, rounds: int
+) -> None:
+    asked = ["--speculate", drafter, "--draft", str(k), "--rounds", str(rounds)]
+    report, _ = tiny.run("--tokens", str(COUNT), "--io", "memory", *asked)
+    assert report.run.tokens == plain
+    assert len(report.run.steps) == len(plain) - 1
+    assert report.run.speculated is not None
+    fared = report.run.speculated.acceptance
+    assert fared.tokens == len(plain) - 1
+    assert fared.drafted > 0
+    assert report.statistics.bytes_read > 0
+    assert "only on disk" in report.run.speculated.why or rounds == 1
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+def test_everything_in_memory(tiny: TinyRun, plain: list[int], drafter: str) -> None:
+    """Whole bursts, and nothing to say about them."""
+    slots = ["--slots", "600", "--host-slots", "600", "--speculate", drafter]
+    report, _ = tiny.run("--tokens", str(COUNT), "--io", "memory", *slots)
+    assert report.run.tokens == plain
+    assert report.run.speculated is not None
+    assert report.run.speculated.why == ""
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+def test_every_pass_verifies(tiny: TinyRun, drafter: str) -> None:
+    """Drafts' and rejected rows too, against K and V that were cut as the swap's were."""
+    report, failures = tiny.run(
+        "--tokens", "30", "--io", "memory", "--verify", "--speculate", drafter
+    )
+    assert failures == []
+    assert report.verified is not None
+    assert report.verified.failures == 0
+    assert report.tokens_agree == len(report.run.tokens)
+
+
+def test_up_to_the_end_of_the_context(tiny: TinyRun, tmp_path: Path) -> None:
+    """No row passes it: the last rounds draft less."""
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("ab" * (TINY.context_tokens - 40))
+    near = TinyRun(tiny.model, prompt)
+    count = TINY.context_tokens - len(near.job("--tokens", "1").prompt)
+    assert 10 < count < 50
+    slots = ["--slots", "900", "--host-slots", "200", "--io", "memory"]
+    tokens = ["--tokens", str(count)]
+    plain, _ = near.run(*tokens, *slots)
+    ours, _ = near.run(*tokens, *slots, "--speculate", "ngram", "--draft", "8")
+    assert ours.run.tokens == plain.run.tokens
+
+
+def test_a_continuation_is_stored_and_found_again(
+    tiny: TinyRun, plain: list[int], tmp_path: Path
+) -> None:
+    """What bursts left behind the last token is cut before the sequence is kept."""
+    kept = ["--tokens", "30", "--persist", "--dir", str(tmp_path / "store")]
+    for _ in range(2):
+        report, _ = tiny.run(*kept, "--speculate", "early-exit")
+        assert report.run.tokens == plain[:30]
+    assert report.run.prefix_tokens > 0
+
+
+def test_report(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--tokens", "20", "--io", "memory", "--json", "--speculate", "ngram"]
+    assert main(tiny.arguments(*asked)) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["speculate"] == "ngram"
+    assert 0 <= found["acceptance"] <= 1
+    assert 1 <= found["tokens_per_round"] <= 5
+    assert "speculation" in printed.err
+
+
+def test_what_it_cannot_be_used_with(tiny: TinyRun) -> None:
+    for more in (["--mode", "topk"], ["--device", "cuda:0"]):
+        with pytest.raises(ArgumentError, match="--speculate"):
+            tiny.job("--speculate", "ngram", *more)
+
+
+def test_steps_of_a_burst_add_up() -> None:
+    step = Step(0.9, 10, 7, 1)
+    parts = step.shared_by(3)
+    assert sum(p.resident for p in parts) == 10
+    assert sum(p.ahead for p in parts) == 7
+    assert sum(p.waited for p in parts) == 1
+    assert sum(p.seconds for p in parts) == pytest.approx(0.9)
+    assert step.shared_by(0) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+@pytest.mark.parametrize("words", [3, 900])
+def test_smollm2_for_512_tokens(tmp_path: Path, drafter: str, words: int) -> None:
+    """The real model, swap on: prompts under and over a span and a tile, tokens equal."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(words)))
+    smol = TinyRun(default_model_path(), prompt)
+    plain, _ = smol.run("--tokens", "512", "--slots", "1200")
+    slots = ["--slots", "1200", "--speculate", drafter]
+    ours, _ = smol.run("--tokens", "512", *slots)
+    assert ours.run.tokens == plain.run.tokens
