@@ -93,6 +93,12 @@ BENCHES = (
         "hsswap.bench.overlap",
         "hsswap.bench.overlap",
     ),
+    Command(
+        "decode",
+        "a decode step with a cache beyond the GPU's, beside dense attention and other ways",
+        "hsswap.bench.decode",
+        "hsswap.bench.decode",
+    ),
 )
 
 

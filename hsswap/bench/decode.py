@@ -1,0 +1,203 @@
+"""``hsswap bench decode``: a whole decode step of an 8B-shaped model, its cache beyond the GPU's.
+
+D1: top-k attention with a tenth of the cache in device slots and the rest in the host tier, against
+dense attention with everything resident, both captured in a CUDA graph. D2: the same against other
+ways to use host memory: (a) the same misses, decided by the host each layer; (b) one copy a block
+for all k; (c) transformers' offloaded cache. D3: how often the host waits for the device a token.
+
+Weights are random. K, V and Q are synthetic with the statistics of a real model's attention
+(:mod:`hsswap.bench.synthetic`), printed beside the results; the model's own projections run and
+their results are replaced. All arms run in turns, in one process, on one model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, SwapConfig, TopK
+from hsswap.bench.common import Machine
+from hsswap.bench.decode_arms import Arm, Arms, Problem, arms_for
+from hsswap.bench.lab import Lab, Turns, tell
+from hsswap.bench.synthetic import BLOCK, Shape
+from hsswap.commands.interrupts import Interrupts
+from hsswap.errors import ArgumentError
+from hsswap.models import LlamaConfig
+
+Row = dict[str, Any]
+FLOORS = {32768: 0.8, 131072: 1.2}
+"""D1, by tokens."""
+
+AGAINST = {"host-decided": ("D2a", 1.2), "copies": ("D2b", 3.0), "offloaded": ("D2c", 10.0)}
+TILE_TOKENS = 1024
+STEPS = 64
+"""Different queries; then they come again, when the unit cache has long dropped their blocks."""
+
+MODEL_8B = LlamaConfig(
+    layers=32, width=4096, q_heads=32, kv_heads=8, head_dim=128, ffn_width=14336, rope_base=5e5,
+    rope_dims=128, rope_factor=1.0, rms_eps=1e-5, context_tokens=131200, vocab_size=128256,
+    tied_embeddings=False,
+)  # fmt: skip
+MODEL_SMALL = replace(
+    MODEL_8B, layers=2, width=64, q_heads=4, kv_heads=2, head_dim=16, ffn_width=96, rope_dims=16,
+    context_tokens=2048, vocab_size=50,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Tokens, and blocks that top-k chooses: about 3 %."""
+
+    tokens: int
+    k: int
+    cache_factor: int = 3
+
+
+SIZES = (Size(32768, 64), Size(131072, 256))
+SMALL = (Size(1024, 4),)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything ``hsswap bench decode`` takes."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    add("--quick", action="store_true", help="a small model and few slices: a check, no figures")
+    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
+    add("--tokens", metavar="N,N", help="only these lengths: 32768, 131072")
+    add("--arms", metavar="A,B", help="beside dense and top-k only these of D2 (all)")
+    add("--layers", type=int, metavar="N", help="layers of the model (32)")
+
+
+def main(args: argparse.Namespace, _: Interrupts) -> int:
+    """Measure. Returns 0, or 1 when a floor was missed. Raises HsswapError."""
+    model = MODEL_SMALL if args.quick else MODEL_8B
+    if args.layers is not None:
+        model = replace(model, layers=args.layers)
+    sizes: tuple[Size, ...] = SMALL if args.quick else SIZES
+    if args.tokens:
+        sizes = tuple(size for size in sizes if str(size.tokens) in args.tokens.split(","))
+        if not sizes:
+            raise ArgumentError(f"--tokens {args.tokens} names none of 32768 and 131072")
+    chosen = tuple(AGAINST) if args.arms is None else tuple(filter(None, args.arms.split(",")))
+    rows: list[Row] = []
+    with Lab.on(args.device) as lab:
+        arms = arms_for(lab, model)
+        for size in sizes:
+            rows += asyncio.run(_measure(lab, arms, model, size, chosen, args.quick))
+    result = {
+        "bench": "decode",
+        "quick": bool(args.quick),
+        "device": args.device,
+        "machine": Machine.here().as_dict(),
+        "model": asdict(model),
+        "rows": rows,
+    }
+    text = json.dumps(result, indent=1)
+    if args.out:
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    return 0 if args.quick or all(row["passed"] for row in rows) else 1
+
+
+def config_of(model: LlamaConfig, size: Size, device: str) -> SwapConfig:
+    """Slots for two sequences, one to be captured and its fork: a unit cache a layer each, the ring
+    for what is exact, and host slots for every block.
+    """
+    dims = ModelDims.uniform(
+        layers=model.layers,
+        q_heads=model.q_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_size=BLOCK,
+    )
+    ring = 2 * TILE_TOKENS // BLOCK
+    blocks = size.tokens // BLOCK
+    cached = TopK(size.k, size.cache_factor).cache_blocks(BLOCK)
+    return SwapConfig(
+        dims,
+        capacity_tokens=2 * size.tokens + 4096,
+        device_slots=ring + 2 * dims.layers * (1 + cached),
+        host_slots=3 * ring + dims.layers * (blocks + 128),
+        max_sequences=2,
+        device=device,
+        io="memory",
+        tile_tokens=TILE_TOKENS,
+        predictor=PredictorConfig(),
+    )
+
+
+async def _measure(
+    lab: Lab, arms: Arms, model: LlamaConfig, size: Size, chosen: tuple[str, ...], quick: bool
+) -> list[Row]:
+    """All arms at one length."""
+    shape = Shape(model.q_heads, model.kv_heads, model.head_dim, size.tokens - 1, STEPS)
+    async with AsyncExitStack() as undo:
+        config = config_of(model, size, lab.device)
+        swap = await undo.enter_async_context(HighSpeedSwap.open(config))
+        top_k = TopK(size.k, size.cache_factor)
+        sequence = await undo.enter_async_context(swap.sequence(top_k=top_k))
+        problem = Problem(lab, swap, sequence, shape, size.k)
+        traits = await arms.fill(problem)
+        await swap.flush()
+        used = await arms.open(problem, chosen, undo)
+        error = await arms.error(used["dense"], used["top-k"])
+        turns = await Turns.of({name: _timed(lab, arm) for name, arm in used.items()}, quick=quick)
+        waits = await arms.waits(used["top-k"])
+        missed, left_out = arms.missed(problem)
+    cached = top_k.cache_blocks(BLOCK) * BLOCK / size.tokens
+    common = {
+        "tokens": size.tokens,
+        "k": size.k,
+        "cached_share": cached,
+        "trace": asdict(traits),
+        "missed_units_a_layer": missed,
+        "missed_share": missed / (model.kv_heads * (size.k + top_k.pinned_blocks(BLOCK))),
+        "left_out_mass": left_out,
+        "error_against_dense": error,
+        **{f"{name}_us": asdict(turns.median_us(name)) for name in used},
+    }
+    tell(
+        f"{size.tokens} tokens, k {size.k}, {cached:.1%} of the cache in device slots, "
+        f"{missed:.1f} units missed a layer; trace: {traits}; left out {left_out:.3f}, error "
+        f"{error:.3f}"
+    )
+    rows = [_ratio("D1", "dense", turns, FLOORS.get(size.tokens, 0.0), common)]
+    rows += [_ratio(AGAINST[n][0], n, turns, AGAINST[n][1], {}) for n in used if n in AGAINST]
+    tell(f"D3: the host waits {waits} times a token")
+    rows.append({"id": "D3", "tokens": size.tokens, "waits": waits, "passed": waits == 0})
+    return rows
+
+
+def _timed(lab: Lab, arm: Arm) -> Callable[[], Awaitable[float]]:
+    """Seconds a token of one slice."""
+
+    async def slice_() -> float:
+        async def tokens() -> None:
+            for _ in range(arm.tokens):
+                await arm.token()
+            await asyncio.to_thread(lab.synchronize)
+
+        return await lab.seconds(tokens) / arm.tokens
+
+    return slice_
+
+
+def _ratio(number: str, name: str, turns: Turns, floor: float, common: Row) -> Row:
+    """How many times as fast top-k is."""
+    ratio = turns.of_turns(lambda **seconds: seconds[name] / seconds["top-k"])
+    tell(
+        f"{number}: top-k {turns.median_us('top-k').median:.0f} us a token, {name} "
+        f"{turns.median_us(name).median:.0f}: {ratio.median:.2f} [{ratio.low:.2f}, "
+        f"{ratio.high:.2f}], floor {floor}"
+    )
+    passed = ratio.low >= floor
+    return {"id": number, "against": name, "ratio": asdict(ratio), "floor": floor,
+            "passed": passed, **common}  # fmt: skip
