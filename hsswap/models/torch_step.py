@@ -14,8 +14,6 @@ from hsswap.models.torch_llama import TorchLlama
 
 if TYPE_CHECKING:
     from hsswap.captured import CapturedSteps
-    from hsswap.driver.base import Stream
-    from hsswap.driver.tensor import Tensor
 
 
 class StepAttention:
@@ -33,7 +31,7 @@ class StepAttention:
         model: TorchLlama,
         steps: CapturedSteps,
         *,
-        stream: Stream | None = None,
+        stream: Any = None,
         exact: bool = False,
     ) -> None:
         self._arrays = model.arrays
@@ -73,7 +71,7 @@ class DecodeSteps:
         steps: CapturedSteps,
         token: int,
         *,
-        stream: Stream | None = None,
+        stream: Any = None,
         exact: bool = False,
     ) -> None:
         room = steps.most_length - steps.first_length
@@ -127,7 +125,7 @@ def captured(enqueue: Any) -> Any:
 class _Raw:
     """Device memory of the swap as torch takes it."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Any) -> None:
         self._owner = tensor
         kinds = {"i32": "<i4", "i64": "<i8", "f32": "<f4", "u8": "|u1"}
         self.__cuda_array_interface__ = {
@@ -139,7 +137,7 @@ class _Raw:
         }
 
 
-def on_device(tensor: Tensor, device: str) -> torch.Tensor:
+def on_device(tensor: Any, device: str) -> torch.Tensor:
     """The same memory as a torch tensor."""
     if tensor.on_device:
         return torch.as_tensor(_Raw(tensor), device=device)
