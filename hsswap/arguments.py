@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from hsswap.appending import Rows
@@ -29,27 +31,37 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     return rows
 
 
-def checked_query(
-    cache: LayerCache, indices: I64, queries: object, out: object | None, stream: Stream
-) -> Query:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An attend's arrays as the caller gave them; ``out`` and ``lse_out`` may be None."""
+
+    queries: object
+    out: object | None
+    lse_out: object | None
+
+
+def checked_query(cache: LayerCache, indices: I64, given: Given, stream: Stream) -> Query:
     """An attend's arguments, ``out`` made if it is None. Raises ArgumentError for wrong arrays and
     for more rows than the layer has tokens.
     """
     group = cache.pool.group
-    count = leading(queries, "queries")
+    count = leading(given.queries, "queries")
     if count > cache.length:
         raise ArgumentError(
             f"{count} query rows for layer {cache.layer}, which has {cache.length} tokens; append "
             "the rows' keys and values first"
         )
-    taken = tensor_of(queries, "bf16", (count, group.q_heads, group.head_dim), "queries")
+    taken = tensor_of(given.queries, "bf16", (count, group.q_heads, group.head_dim), "queries")
     shape = (count, group.q_heads, group.value_dim)
-    if out is None:
-        out = cache.pool.new_output(shape)
+    out = cache.pool.new_output(shape) if given.out is None else given.out
     taken_out = tensor_of(out, "bf16", shape, "out", written=True)
+    lse = None
+    if given.lse_out is not None:
+        lse = tensor_of(given.lse_out, "f32", (count, group.q_heads), "lse_out", written=True)
+        cache.pool.check_reachable(lse, "lse_out")
     cache.pool.check_reachable(taken, "queries")
     cache.pool.check_reachable(taken_out, "out")
-    return Query(cache, indices, taken, taken_out, out, stream)
+    return Query(cache, indices, taken, taken_out, out, stream, lse)
 
 
 def checked_length(length: object, longest: int, *, what: str = "length", least: int = 0) -> int:

@@ -55,7 +55,9 @@ class AttendResult:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Checked arguments of an attend: ``queries`` ``[rows, Q, dk]``, ``out`` ``[rows, Q, dv]``."""
+    """Checked arguments of an attend: ``queries`` ``[rows, Q, dk]``, ``out`` ``[rows, Q, dv]``,
+    ``lse`` ``[rows, Q]`` float32 or None.
+    """
 
     cache: LayerCache
     indices: I64
@@ -63,6 +65,7 @@ class Query:
     out: Tensor
     out_object: object
     stream: Stream
+    lse: Tensor | None = None
 
 
 async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
@@ -162,6 +165,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
             query.queries.as_batch(),
             state_in(buffer, group, 1),
             query.out.as_batch(),
+            None if query.lse is None else query.lse.as_batch(),
         )
         counters = swap.counters
         counters.attends += 1
@@ -198,7 +202,8 @@ def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[Attention
 
 
 def _finish(swap: SwapState, query: Query, work: ExactPass, state: AttentionState) -> AttendResult:
-    swap.device.finalize(query.stream, FinalizeWork(state, query.out.as_batch()))
+    lse = None if query.lse is None else query.lse.as_batch()
+    swap.device.finalize(query.stream, FinalizeWork(state, query.out.as_batch(), lse))
     swap.counters.attends += 1
     swap.counters.device_hits += work.device_hits
     nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)

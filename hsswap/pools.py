@@ -184,12 +184,12 @@ def state_bytes(group: LayerGroup, rows: int) -> int:
     return 4 * rows * group.q_heads * (group.value_dim + 2)
 
 
-def state_in(buffer: Buffer, group: LayerGroup, rows: int) -> AttentionState:
-    """The carried state of one sequence's ``rows`` query rows, laid out in a buffer."""
+def state_in(buffer: Buffer, group: LayerGroup, rows: int, *, sequences: int = 1) -> AttentionState:
+    """The carried state of ``rows`` query rows of each sequence, laid out in a buffer."""
     heads = group.q_heads
-    step = 4 * rows * heads
+    step = 4 * sequences * rows * heads
     return AttentionState(
-        tensor_in(buffer, "f32", (1, rows, heads)),
-        tensor_in(buffer, "f32", (1, rows, heads), offset_bytes=step),
-        tensor_in(buffer, "f32", (1, rows, heads, group.value_dim), offset_bytes=2 * step),
+        tensor_in(buffer, "f32", (sequences, rows, heads)),
+        tensor_in(buffer, "f32", (sequences, rows, heads), offset_bytes=step),
+        tensor_in(buffer, "f32", (sequences, rows, heads, group.value_dim), offset_bytes=2 * step),
     )

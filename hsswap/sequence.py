@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from hsswap.appending import Rows, enqueue_rows
-from hsswap.arguments import checked_query, checked_rows
+from hsswap.arguments import Given, checked_query, checked_rows
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, try_attend_exact
 from hsswap.capturing import Capturing
 from hsswap.coding import enqueue_codes
@@ -102,6 +102,7 @@ class Sequence(Capturing):
         out: object | None = None,
         *,
         exact: bool | None = None,
+        lse_out: object | None = None,
         stream: object | None = None,
     ) -> AttendResult:
         """Attention of the layer's last rows over all before them; returns when enqueued.
@@ -109,13 +110,14 @@ class Sequence(Capturing):
         ``queries`` ``[rows, q_heads, head_dim]`` BF16 codes belong to the layer's last ``rows``
         tokens, row i sees everything up to its own token. ``out`` ``[rows, q_heads, value_dim]``
         BF16 codes, made if None (host device). ``exact`` None: top-k for single rows of a top-k
-        sequence, else exact. Both arrays must stay until the result is done.
+        sequence, else exact. ``lse_out`` ``[rows, q_heads]`` float32, if given, receives the
+        logsumexp of each row's logits. All arrays must stay until the result is done.
 
         Raises ArgumentError for wrong arrays or more rows than tokens; BlockIOError (CorruptBlock)
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
         with self._exclusive("attend"):
-            query = self._check_query(layer, queries, out, stream)
+            query = self._check_query(layer, Given(queries, out, lse_out), stream)
             with self._ordered(query.stream):
                 self._show(query)
                 if self._uses_top_k(query, exact):
@@ -130,6 +132,7 @@ class Sequence(Capturing):
         out: object | None = None,
         *,
         exact: bool | None = None,
+        lse_out: object | None = None,
         stream: object | None = None,
     ) -> AttendResult | None:
         """Like :meth:`attend`, from any thread, without ever waiting.
@@ -139,7 +142,7 @@ class Sequence(Capturing):
         that others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):
-            query = self._check_query(layer, queries, out, stream)
+            query = self._check_query(layer, Given(queries, out, lse_out), stream)
             if self._uses_top_k(query, exact):
                 return None
             with self._ordered(query.stream):
@@ -206,11 +209,9 @@ class Sequence(Capturing):
                 swap.writes.write_after(self._last[1], replace(batch.part(part), keep=keep))
         swap.counters.appended_tokens += rows.count
 
-    def _check_query(
-        self, layer: int, queries: object, out: object | None, stream: object | None
-    ) -> Query:
+    def _check_query(self, layer: int, given: Given, stream: object | None) -> Query:
         raw_stream = self._swap.stream_of(stream)
-        return checked_query(self._cache(layer), self._indices, queries, out, raw_stream)
+        return checked_query(self._cache(layer), self._indices, given, raw_stream)
 
     def _show(self, query: Query) -> None:
         """Let calibration see what a top-k sequence asks; outputs do not depend on it."""

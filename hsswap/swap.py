@@ -15,6 +15,7 @@ from typing import Self
 
 from numpy.typing import ArrayLike
 
+from hsswap.batching import BatchCalls
 from hsswap.config import SwapConfig
 from hsswap.diagnostics import DiagnosticSummary, summary_of
 from hsswap.driver import open_device
@@ -25,12 +26,11 @@ from hsswap.io.store import BlockStore
 from hsswap.io.waiting import to_the_end
 from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
-from hsswap.seed_calls import SeedCalls
 from hsswap.sequence import Sequence
 from hsswap.topk import TopK
 
 
-class HighSpeedSwap(SeedCalls):
+class HighSpeedSwap(BatchCalls):
     """KV blocks of many sequences in device slots, host slots and on disk.
 
     Open it with ``async with HighSpeedSwap.open(config) as swap``. It belongs to the event loop it

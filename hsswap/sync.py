@@ -164,13 +164,17 @@ class BlockingSequence:
         out: object | None = None,
         *,
         exact: bool | None = None,
+        lse_out: object | None = None,
         stream: object | None = None,
     ) -> AttendResult:
         """Attention of the layer's last rows, enqueued; ``result.synchronize()`` waits for it."""
-        result = self._sequence.try_attend(layer, queries, out, exact=exact, stream=stream)
+        sequence = self._sequence
+        result = sequence.try_attend(
+            layer, queries, out, exact=exact, lse_out=lse_out, stream=stream
+        )
         if result is None:
             result = self._loop.run(
-                self._sequence.attend(layer, queries, out, exact=exact, stream=stream)
+                sequence.attend(layer, queries, out, exact=exact, lse_out=lse_out, stream=stream)
             )
         return result
 

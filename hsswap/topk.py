@@ -277,6 +277,7 @@ class TopKLayer:
         queries: Tensor,
         state: AttentionState,
         out: Tensor,
+        lse: Tensor | None = None,
     ) -> None:
         """Launch attention over what was chosen and the block being filled, and finalize."""
         cache, pool = self._cache, self._cache.pool
@@ -306,7 +307,7 @@ class TopKLayer:
                 block_lse=block_lse,
             ),
         )
-        device.finalize(stream, FinalizeWork(state, out, block_lse=block_lse, block_mass=mass))
+        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass))
         self._last = (choice.chosen, first_columns(mass.row(0), self._most))
         lse = block_lse.row(0).row(0)
         self._last_lse = Attended(choice.chosen, first_columns(lse, self._most))

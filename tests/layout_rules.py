@@ -33,6 +33,7 @@ API = (
     "appending",
     "arguments",
     "attending",
+    "batching",
     "captured",
     "captured_layer",
     "captured_top_k",
