@@ -68,7 +68,7 @@ def test_a_small_run_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*words, "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(out.read_text())
-    assert [row["id"] for row in found["rows"]] == ["O1", "O1", "O2"]
+    assert [row["id"] for row in found["rows"]] == ["O1", "O1", "O2", "O2"]
     assert found["rows"][1]["read_bytes"] > 0  # decode did read, from the folder given
     assert list(tmp_path.iterdir()) == [out]
 
