@@ -174,13 +174,14 @@ class SpeculativeDecoder(Decoder):
                 raise error.__cause__ from error
             raise
 
-    def _admit(self, rounds: int, ends: Sequence[int]) -> Admission:
+    def _admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """One round at a time where a pass must read from disk: whoever reads may have to wait, and
         is to see each token then.
         """
         blocks = must_read_blocks(self._swap.config, ends[0])
-        if not blocks or rounds == 1:
+        if not blocks:
             return Admission(rounds)
         return Admission(
-            1, f"{blocks} blocks are only on disk at the end; more --slots or --host-slots help"
+            0 if under_way else 1,
+            f"{blocks} blocks are only on disk at the end; more --slots or --host-slots help",
         )

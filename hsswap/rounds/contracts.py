@@ -8,22 +8,20 @@ of it has run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.base import Stream
+from hsswap.driver.base import Graph, Stream
 from hsswap.driver.tensor import Tensor
 from hsswap.rounds.buffers import StreamBufs
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How many rounds, 1 or more, may be under way before the host sees results of one, and where
-    that is fewer than asked for, why.
-    """
+    """How many more rounds may be issued now, and where that is fewer than asked for, why."""
 
     rounds: int
     why: str = ""
@@ -55,12 +53,22 @@ class Target(ABC):
         """
 
     @abstractmethod
-    async def admit(self, rounds: int, k: int, ends: Sequence[int]) -> Admission:
-        """Make room for the K and V of ``rounds`` rounds under way; how many of them may be.
+    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+        """Make room for the K and V of ``rounds`` rounds more; how many of them may be issued.
 
-        They count from what was settled last. ``ends``: of each sequence, the position that none of
-        them will pass. Raises what the cache raises when there is no room for one round.
+        ``under_way`` rounds are not drained yet; with none at least one round is admitted, with
+        some 0 means that they must be drained first. ``ends``: of each sequence, the position that
+        none of all these will pass. Raises what the cache raises when there is no room for one
+        round.
+
+        ``length_addresses`` may change here, while nothing is under way.
         """
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
+        """A graph of what ``enqueue()`` puts on the stream: a round, with :meth:`verify` in it."""
+        with stream.capture() as graph:
+            enqueue()
+        return graph
 
     @abstractmethod
     async def settle(self, positions: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ class HostSequence(Protocol):
 class HostTarget(Target, Closeable):
     """``sequences`` of one model, of which ``k + 1`` rows are verified at a time.
 
-    ``admission(rounds)`` says how many rounds may be under way (None: all that are asked for).
+    ``admission`` answers :meth:`admit` (None: every round is admitted).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HostTarget(Target, Closeable):
         *,
         k: int,
         vocab_size: int,
-        admission: Callable[[int, Sequence[int]], Admission] | None = None,
+        admission: Callable[[int, int, Sequence[int]], Admission] | None = None,
     ) -> None:
         if k < 1 or not sequences:
             raise ArgumentError(f"{len(sequences)} sequences and {k} drafts; 1 or more of each")
@@ -70,9 +70,11 @@ class HostTarget(Target, Closeable):
         """See :class:`Target`. Filler is left out: what it leads to is read by nobody."""
         enqueue(stream, "verify", lambda: self._verify(bufs))
 
-    async def admit(self, rounds: int, k: int, ends: Sequence[int]) -> Admission:
+    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`. Room is made by the passes themselves, which may wait."""
-        return Admission(rounds) if self._admission is None else self._admission(rounds, ends)
+        if self._admission is None:
+            return Admission(rounds)
+        return self._admission(rounds, under_way, ends)
 
     async def settle(self, positions: Sequence[int]) -> None:
         """See :class:`Target`. The cache writes blocks behind as they fill."""

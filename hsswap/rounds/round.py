@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from hsswap.driver.base import Closeable, Device, Stream
+from hsswap.driver.base import Closeable, Device, Graph, Stream
 from hsswap.driver.round_operations import (
     AcceptWork,
     AdaptWork,
@@ -31,13 +33,14 @@ class RoundOptions:
     """``p_min``: drafts end before one of less probability (0: never); with ``p_min_first`` also
     before the first, so that a round may draft nothing. ``adapt_from``: a round drafts one more
     than the last one accepted, and at least so many; None: always k. ``choosing``: what drafts are
-    held against.
+    held against. ``captured``: from the second burst on a round is one graph.
     """
 
     p_min: float = 0.0
     p_min_first: bool = False
     adapt_from: int | None = None
     choosing: Choosing = Choosing.GREEDY
+    captured: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p_min <= 1.0:
@@ -137,3 +140,47 @@ def _choose(
                 *(target.logits, bufs.sampling, bufs.pos_start, bufs.vtok, bufs.brk, bufs.preds),
                 drafter.distribution(),
             )
+
+
+class Rounds(Closeable):
+    """The round of a stream as something to launch: eagerly once, then as a graph.
+
+    The first burst loads what a capture may not: modules, workspaces. When the target's lengths
+    have moved, both are made anew. Raises ArgumentError where target, drafter and buffers do not
+    fit.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        bufs: StreamBufs,
+        target: Target,
+        drafter: Drafter,
+        options: RoundOptions,
+    ) -> None:
+        self._make: Callable[[], Round] = partial(Round, device, bufs, target, drafter, options)
+        self._target, self._captured = target, options.captured
+        self._addresses = target.length_addresses
+        self._round = self._make()
+        self._graph: Graph | None = None
+        self._has_run = False
+
+    def launch_of(self, stream: Stream) -> Callable[[], None]:
+        """What enqueues one round on the stream."""
+        if self._target.length_addresses is not self._addresses:
+            self.close()
+            self._addresses = self._target.length_addresses
+            self._round, self._graph = self._make(), None
+        enqueue = partial(self._round.enqueue, stream)
+        if not (self._captured and self._has_run):
+            self._has_run = True
+            return enqueue
+        if self._graph is None:
+            self._graph = self._target.capture(stream, enqueue)
+        return partial(self._graph.launch, stream)
+
+    def close(self) -> None:
+        """Free graph and round. Work on them must have ended. Twice is fine."""
+        if self._graph is not None:
+            self._graph.close()
+        self._round.close()

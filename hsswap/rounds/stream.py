@@ -21,7 +21,7 @@ from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
 from hsswap.rounds.pacing import Progress, furthest, rounds_to_issue
-from hsswap.rounds.round import Round, RoundOptions
+from hsswap.rounds.round import RoundOptions, Rounds
 
 T = TypeVar("T")
 
@@ -125,11 +125,11 @@ class RoundStream:
         self._bufs = StreamBufs(
             device, k, rounds, batch=batch, history_tokens=history_tokens, stops=stops
         )
-        self._owned: list[StreamBufs | Round | Stream] = [self._bufs]
+        self._owned: list[StreamBufs | Rounds | Stream] = [self._bufs]
         try:
             self._options = options or RoundOptions()
-            self._round = Round(device, self._bufs, target, drafter, self._options)
-            self._owned.append(self._round)
+            self._rounds = Rounds(device, self._bufs, target, drafter, self._options)
+            self._owned.append(self._rounds)
             self._stream = stream or device.stream()
             if stream is None:
                 self._owned.append(self._stream)
@@ -285,13 +285,14 @@ class RoundStream:
             furthest(position, under_way + wanted, self._bufs.k, start.capacity)
             for position, start in zip(self._positions, self._starts, strict=True)
         ]
-        admission = await self._target.admit(under_way + wanted, self._bufs.k, ends)
-        rounds = min(wanted, admission.rounds - under_way)
-        if rounds < wanted and under_way:
-            return False  # the host must see what is under way first
+        admission = await self._target.admit(wanted, under_way, ends)
+        rounds = min(wanted, admission.rounds)
+        if not rounds:
+            return False
+        launch = self._rounds.launch_of(self._stream)
         self._bufs.begin(self._stream)
         for _ in range(rounds):
-            self._round.enqueue(self._stream)
+            launch()
         self._under_way.append(_UnderWay(self._bufs.publish(self._stream), rounds, admission.why))
         return True
 

@@ -109,11 +109,11 @@ class TableTarget(Target, Closeable):
                 if self.bad_at is not None and end > self.bad_at:
                     logits[s, r] = np.nan
 
-    async def admit(self, rounds: int, k: int, ends: Sequence[int]) -> Admission:
+    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`."""
         self.admitted.append(list(ends))
         why = "the table says so" if self.most_rounds < rounds else ""
-        return Admission(min(rounds, self.most_rounds), why)
+        return Admission(min(rounds, max(0, self.most_rounds - under_way)), why)
 
     async def settle(self, positions: Sequence[int]) -> None:
         """See :class:`Target`."""

@@ -211,7 +211,8 @@ async def test_the_next_burst_is_under_way_while_one_drains() -> None:
 
 async def test_fewer_rounds_than_asked_for_are_told() -> None:
     """Where the target admits one round, bursts have one, none is issued ahead, and it says why."""
-    async with opened([PROMPT], "often", k=2, rounds=4, room=60) as (stream, target):
+    sizes, eager = {"k": 2, "rounds": 4, "room": 60}, RoundOptions(captured=False)
+    async with opened([PROMPT], "often", **sizes, options=eager) as (stream, target):
         target.most_rounds = 1
         await stream.start([begin(30)])
         made, count = [], 0
