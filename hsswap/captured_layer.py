@@ -187,9 +187,9 @@ class CapturedLayer:
                 begin=True,
                 blocks=pool.blocks,
                 added_tokens=queries.shape[0],
+                end=FinalizeWork(state, out.as_batch()),
             ),
         )
-        self.device.finalize(stream, FinalizeWork(state, out.as_batch()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,9 @@ class CapturedTopK(CapturedLayer):
                 block_lse=block_lse,
                 blocks=pool.blocks,
                 added_tokens=1,
+                end=FinalizeWork(state, out.as_batch(), block_lse=block_lse, block_mass=mass),
             ),
         )
-        finalize = FinalizeWork(state, out.as_batch(), block_lse=block_lse, block_mass=mass)
-        device.finalize(stream, finalize)
 
     def _choose(self, stream: Stream, query: Tensor) -> None:
         """Rank, choose and fetch for one row ``[Q, dk]``, and list what is to be attended."""

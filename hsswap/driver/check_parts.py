@@ -16,6 +16,7 @@ from hsswap.driver.operations import (
     I32,
     AttentionState,
     BlockPool,
+    FinalizeWork,
     ProjectionCodes,
     UnitCache,
     UnitPool,
@@ -35,7 +36,7 @@ from hsswap.errors import ArgumentError, ClosedError
 FEW_INDICES = 64
 
 _RECORDS = (
-    *(UnitPool, BlockPool, AttentionState, ProjectionCodes, UnitCache),
+    *(UnitPool, BlockPool, AttentionState, FinalizeWork, ProjectionCodes, UnitCache),
     *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
     *(LayerCodes, Resident, ScoreMemory, Attended),
 )

@@ -134,6 +134,10 @@ def attend(work: AttendWork) -> AttendWork:
         held_table(slots, shape, "slots")
     else:
         slots = checked_indices(slots, shape, units, "slots", lowest=lowest)
+    if work.end is not None:
+        require(work.end.state is work.state, "end has another state than the attention it ends")
+        require(work.end.block_lse is work.block_lse, "end and attention have other block_lse")
+        finalize(work.end)
     return replace(work, lengths=lengths, slots=slots, positions=positions)
 
 

@@ -61,6 +61,10 @@ ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
 )
 
 
+def _attend(device: Launcher, stream: Stream, work: AttendWork) -> None:
+    cuda_attention.enqueue_attend(device, stream, work, work.end)
+
+
 def arch_of(compute_capability: tuple[int, int]) -> str:
     """What kernels are compiled for. On Hopper with its own instructions (wgmma, setmaxnreg)."""
     major, minor = compute_capability
@@ -182,7 +186,7 @@ class CudaDevice(Device):
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """See :class:`AttendWork`."""
-        self._enqueue(stream, "attend", checks.attend, cuda_attention.enqueue_attend, work)
+        self._enqueue(stream, "attend", checks.attend, _attend, work)
 
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
         """See :class:`FinalizeWork`."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from hsswap import bf16
 from hsswap.driver.host_blas import multiply
+from hsswap.driver.host_finalize import finalize
 from hsswap.driver.host_held import HeldAttend, held_attend
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
@@ -201,6 +202,8 @@ def attend(work: AttendWork, scratch: Scratch) -> None:
     if work.block_lse is not None and lse is not None:
         flat = rows.collect(lse.reshape(*lse.shape[:4], -1))
         work.block_lse.array()[...] = flat[..., :entries]
+    if work.end is not None:
+        finalize(work.end, scratch)
 
 
 def _tile_queries(work: AttendWork, scratch: Scratch, rows: RowTiles) -> F32:

@@ -156,6 +156,23 @@ class AttentionState:
 
 
 @dataclass(frozen=True, slots=True)
+class FinalizeWork:
+    """``out`` ``[S, R, Q, dv]`` BF16, any strides: weighted / total, or 0 where a row saw nothing.
+
+    ``lse`` ``[S, R, Q]`` float32, if not None: log of the sum of exponentials of the logits.
+    ``block_mass`` ``[S, H, B]`` float32, if not None: each block's share of the attention,
+    exp(block_lse - lse), averaged over the rows and the head's query group; ``block_lse``
+    ``[S, R, Q, B]`` is what :class:`AttendWork` wrote.
+    """
+
+    state: AttentionState
+    out: Tensor
+    lse: Tensor | None = None
+    block_lse: Tensor | None = None
+    block_mass: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttendWork:
     """Attention of R query rows of S sequences over one tile.
 
@@ -178,6 +195,9 @@ class AttendWork:
     be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
     None, receives each entry's logsumexp (-inf where a row sees nothing of it).
 
+    ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
+    ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here.
+
     Unwritten and unseen tokens get no weight, whatever their bytes (NaN included).
     """
 
@@ -193,23 +213,7 @@ class AttendWork:
     block_lse: Tensor | None = None
     blocks: BlockPool | None = None
     added_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FinalizeWork:
-    """``out`` ``[S, R, Q, dv]`` BF16, any strides: weighted / total, or 0 where a row saw nothing.
-
-    ``lse`` ``[S, R, Q]`` float32, if not None: log of the sum of exponentials of the logits.
-    ``block_mass`` ``[S, H, B]`` float32, if not None: each block's share of the attention,
-    exp(block_lse - lse), averaged over the rows and the head's query group; ``block_lse``
-    ``[S, R, Q, B]`` is what :class:`AttendWork` wrote.
-    """
-
-    state: AttentionState
-    out: Tensor
-    lse: Tensor | None = None
-    block_lse: Tensor | None = None
-    block_mass: Tensor | None = None
+    end: FinalizeWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

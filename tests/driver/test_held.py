@@ -91,6 +91,41 @@ def test_attention_by_tables_of_the_device(rig: Rig, rows: int, dim: int, dtype:
     assert call.run(lengths=counters, slots=slots, positions=places[..., : cache.blocks]) == wanted
 
 
+@pytest.mark.parametrize("dim", [24, 64, 128])
+@pytest.mark.parametrize("masses", [False, True])
+def test_attention_that_ends_in_its_launch(rig: Rig, dim: int, masses: bool) -> None:
+    """The same output, logsumexp and masses as by two calls."""
+    rng = np.random.default_rng(dim)
+    group = LayerGroup(1, 6, 2, dim)
+    cache = rig.cache(rng, group, 16, [2300, 1, 0])
+    call = Call(rig, cache, random_codes(rng, (3, 1, 6, dim)))
+    results = []
+    for apart in (True, False):
+        block_lse = rig.tensor(np.full((3, 1, 6, cache.blocks), np.nan, np.float32))
+        end = FinalizeWork(
+            call.state,
+            rig.tensor(np.full((3, 1, 6, dim), NAN_CODE, np.uint16)),
+            lse=rig.tensor(np.full((3, 1, 6), np.nan, np.float32)),
+            block_lse=block_lse if masses else None,
+            block_mass=rig.tensor(np.full((3, 2, cache.blocks), np.nan, np.float32))
+            if masses
+            else None,
+        )
+        lengths = np.array([2300, 1, 0], np.int64)
+        work = replace(call.work, lengths=lengths, block_lse=block_lse if masses else None)
+        rig.device.attend(rig.stream, replace(work, end=None if apart else end))
+        if apart:
+            rig.device.finalize(rig.stream, end)
+        rig.stream.synchronize()
+        written = (end.out, end.lse, end.block_mass, end.block_lse)
+        results.append([t.array().tobytes() for t in written if t is not None])
+    assert results[0] == results[1]
+    other = rig.tensor(np.zeros((3, 1, 6), np.float32))
+    state = replace(call.state, total=other)
+    with pytest.raises(ArgumentError, match="another state"):
+        rig.device.attend(rig.stream, replace(work, end=replace(end, state=state)))
+
+
 def test_counters_are_read_when_the_work_runs(rig: Rig) -> None:
     """A counter that earlier work of the stream sets: here by an append of its bytes."""
     rng = np.random.default_rng(4)
