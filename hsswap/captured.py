@@ -122,7 +122,7 @@ class CapturedSteps:
             self._check_open()
             self._swap.check_open()
             copy = CopyWork(self.length, self.length, rows)
-            self._swap.device.round_kernels().copy_add(self._swap.stream_of(stream), copy)
+            self._swap.device.copy_words(self._swap.stream_of(stream), copy)
 
     def finish(self, length: int) -> None:
         """Say how many tokens every layer has once the launches so far have run.
@@ -150,7 +150,7 @@ class CapturedSteps:
     def begin(self) -> None:
         """Launch the copy of the tables. For the sequence."""
         copy = CopyWork(*self._memory.whole())
-        self._swap.device.round_kernels().copy_add(self.stream, copy)
+        self._swap.device.copy_words(self.stream, copy)
 
     def end(self) -> None:
         """Refuse every call from now on. For the sequence."""

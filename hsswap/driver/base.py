@@ -42,7 +42,8 @@ from hsswap.driver.operations import (
 )
 
 if TYPE_CHECKING:
-    from hsswap.driver.rounds_base import RoundKernels
+    from hsswap.driver.round_operations import CopyWork
+from hsswap.driver.rounds_base import RoundKernels
 
 
 class Closeable(ABC):
@@ -269,6 +270,10 @@ class Device(Closeable):
     @abstractmethod
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """CRC-32 of blocks in host slots or device memory."""
+
+    @abstractmethod
+    def copy_words(self, stream: Stream, work: CopyWork) -> None:
+        """Words from one tensor to another, with a number added: tables, counters, results."""
 
     @abstractmethod
     def round_kernels(self) -> RoundKernels:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from hsswap.driver import checks, cuda_attention, cuda_operations, cuda_top_k
+from hsswap.driver import checks, cuda_attention, cuda_operations, cuda_top_k, round_checks
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
@@ -42,6 +42,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError, DeviceError
 
@@ -56,6 +57,7 @@ ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("project", {"CHUNK": 8}),
     ("score", {"CHUNK": 8}),
     ("select", {}),
+    ("copy_words", {}),
     ("fetch", {"CHUNK": 16}),
     ("checksum", {}),
 )
@@ -215,6 +217,10 @@ class CudaDevice(Device):
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""
         self._enqueue(stream, "checksum", checks.checksum, cuda_operations.checksum, work)
+
+    def copy_words(self, stream: Stream, work: CopyWork) -> None:
+        """See :class:`CopyWork`."""
+        self._enqueue(stream, "copy_words", round_checks.copy, cuda_operations.copy_words, work)
 
     def round_kernels(self) -> RoundKernels:
         raise DeviceError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from math import prod
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     UnitPool,
 )
+from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError
 
@@ -222,6 +224,15 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     shared_bytes = 2 * dim * (-(-rank // 4) * 4 + TILE_TOKENS)
     chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
     device.launch(stream, "encode", chunk, grid, Grid(THREADS), shared_bytes, params)
+
+
+def copy_words(device: Launcher, stream: Stream, work: CopyWork) -> None:
+    """One thread a word, at most a few thread blocks a multiprocessor."""
+    words = prod(work.source.shape)
+    plus = work.plus & 0xFFFFFFFF
+    params = struct.pack("<QQqIi", work.source.address, work.target.address, words, plus, 0)
+    grid = Grid(min(-(-words // THREADS), CODE_BLOCKS_AN_SM * device.sm_count))
+    device.launch(stream, "copy_words", {}, grid, Grid(THREADS), 0, params)
 
 
 def _multiply(a: int, b: int) -> int:

@@ -18,7 +18,9 @@ from hsswap.driver import (
     host_codes,
     host_finalize,
     host_ops,
+    host_rounds,
     host_select,
+    round_checks,
 )
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
@@ -39,6 +41,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError
 
@@ -154,6 +157,10 @@ class HostDevice(Device):
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""
         self._enqueue(stream, "checksum", checks.checksum, host_ops.checksum, work)
+
+    def copy_words(self, stream: Stream, work: CopyWork) -> None:
+        """See :class:`CopyWork`."""
+        self._enqueue(stream, "copy_words", round_checks.copy, host_rounds.copy, work)
 
     def round_kernels(self) -> RoundKernels:
         return HostRounds(self._enqueue)

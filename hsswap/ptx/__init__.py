@@ -23,6 +23,7 @@ KERNELS: dict[str, Kernel] = {
     "append_at": Kernel("append.cu", "append_at", True, _BY_ALIGNMENT),
     "gather": Kernel("gather.cu", "gather", True, _BY_ALIGNMENT),
     "scatter": Kernel("gather.cu", "scatter", True, _BY_ALIGNMENT),
+    "copy_words": Kernel("copy.cu", "copy_words", True),
     "checksum": Kernel("checksum.cu", "checksum", True),
     "encode": Kernel("encode.cu", "encode", False, _BY_ALIGNMENT),
     # CHUNK: codes of one load.

@@ -16,6 +16,7 @@ from hsswap.driver.operations import (
     FinalizeWork,
     host_unit,
 )
+from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, DeviceError
 from tests.driver.rig import I32, NAN_CODE, U16, Cache, Rig, random_codes
@@ -238,3 +239,18 @@ def test_the_host_checks_what_it_reads(entry: int) -> None:
         slots[0, 0, 2] = entry
         with pytest.raises(DeviceError, match="slots, held by the device"):
             call.run(lengths=np.array([64], np.int64), slots=rig.tensor(slots))
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 100_003])
+def test_copy_words(rig: Rig, count: int) -> None:
+    rng = np.random.default_rng(count)
+    words = rng.integers(0, 1 << 32, count, np.uint32)
+    source, target = rig.tensor(words), rig.tensor(np.zeros(count, np.uint32))
+    rig.device.copy_words(rig.stream, CopyWork(source, target, -5))
+    rig.device.copy_words(rig.stream, CopyWork(source, source, 3))
+    rig.stream.synchronize()
+    assert (target.array() == words - np.uint32(5)).all()
+    assert (source.array() == words + np.uint32(3)).all()
+    wrong = rig.tensor(np.zeros(count + 1, np.uint32))
+    with pytest.raises(ArgumentError, match="target has shape"):
+        rig.device.copy_words(rig.stream, CopyWork(source, wrong))
