@@ -33,6 +33,7 @@ SQE_ASYNC = 1 << 4
 
 SETUP_SUBMIT_ALL = 1 << 7  # 5.18
 SETUP_COOP_TASKRUN = 1 << 8  # 5.19
+SETUP_TASKRUN_FLAG = 1 << 9  # 5.19
 SETUP_SINGLE_ISSUER = 1 << 12  # 6.0
 SETUP_DEFER_TASKRUN = 1 << 13  # 6.1
 
@@ -42,6 +43,9 @@ FEAT_SUBMIT_STABLE = 1 << 2  # 5.5: iovecs may be reused once enter returned
 FEAT_NATIVE_WORKERS = 1 << 9  # 5.12: what cannot go at once runs on threads of this process
 
 ENTER_GETEVENTS = 1 << 0
+
+SQ_TASKRUN = 1 << 2
+"""In the word at SQ_FLAGS: completions wait for an enter (with SETUP_TASKRUN_FLAG)."""
 
 REGISTER_EVENTFD = 4
 
