@@ -115,7 +115,12 @@ class RunMover:
                 begin = end
                 if self.segments.enter(run):
                     self._ready.append(run)
-        elif not reading and self._journal is None and self._order.admit_writes(layer, indices):
+        elif (
+            not reading
+            and len(runs) > 1
+            and self._journal is None
+            and self._order.admit_writes(layer, indices)
+        ):
             for run in runs:
                 run.ticket = ticket
                 if self.segments.enter(run):

@@ -138,12 +138,13 @@ def compare_by(checksums: BlockChecksums, run: BlockRun) -> None:
 
 def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:
     """The indices of the blocks of many runs, run by run."""
-    firsts: NDArray[np.int64] = np.array([run.first for run in runs])
-    counts = np.array([len(run.positions) for run in runs])
-    ends = np.add.accumulate(counts)
-    if ends[-1] == len(runs):
-        return firsts
-    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])
+    firsts = [run.first for run in runs]
+    counts = [len(run.positions) for run in runs]
+    total = sum(counts)
+    if total == len(runs):
+        return np.array(firsts)
+    before = np.add.accumulate([0, *counts[:-1]])
+    return np.repeat(np.array(firsts) - before, counts) + np.arange(total)
 
 
 def error_of_block(error: HsswapError, run: BlockRun, number: int) -> HsswapError:
@@ -216,7 +217,7 @@ class BlockOrder:
 
     def release_many(self, operation: Operation, runs: list[BlockRun]) -> bool:
         """:meth:`release` of many runs of a layer at once. False: somebody waits; release each."""
-        if self._waiting:
+        if self._waiting or len(runs) == 1:
             return False
         holders = self._holders[runs[0].layer]
         if operation is Operation.WRITE:

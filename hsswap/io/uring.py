@@ -44,16 +44,15 @@ BYTES_IN_FLIGHT = (8 << 20, 2 << 20, 1 << 20)
 """In the drive's queue at most, by priority; a transfer longer than that goes alone. A needed read
 waits for what the drive was given before it, so that is kept to what a fast drive needs (7 GB/s at
 100 us: 0.7 MB). The first also bounds one submission: 256 KiB take the kernel 14 us."""
-INLINE_BYTES = 1 << 20
-"""Quick hooks run on the loop's thread, on so many bytes in one turn at most (0.1 ms); the rest
-waits for the next turn, after whatever else the loop has to do. A thread for them costs more than
-it takes away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer
-transfers, and hooks that are not ``quick``, do go to a thread."""
 TURN_TRANSFERS = 8
 TURN_BYTES = 1 << 20
-"""Ended, and started, in one turn at most: the rest waits for the next, behind whatever else the
+"""Started, and ended, in one turn at most: the rest waits for the next, behind whatever else the
 loop has to do. A transfer costs 10 to 20 us with what its caller does, and a drive that is given
-new work early, in small portions, is idle for less time than one that waits for a long turn."""
+new work early, in small portions, is idle for less time than one that waits for a long turn.
+
+Quick hooks run on the loop's thread (1 MiB in 30 us). A thread for them costs more than it takes
+away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer transfers,
+and hooks that are not ``quick``, do go to a thread."""
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -89,7 +88,7 @@ class UringIO(CountedIO):
         self._next_turn: asyncio.Handle | None = None
         self._in_turn = False  # what is submitted meanwhile starts at its end
         # Of this turn, until the next begins.
-        self._inline_bytes = self._turn_starts = self._turn_bytes = 0
+        self._turn_starts = self._turn_bytes = 0
         self._retry: asyncio.Handle | None = None
         self._retries = 0
 
@@ -183,7 +182,7 @@ class UringIO(CountedIO):
             return  # a turn that was due when closing ended
         self._in_turn = True
         self._next_turn = None
-        self._inline_bytes = self._turn_starts = self._turn_bytes = 0
+        self._turn_starts = self._turn_bytes = 0
         try:
             self._moved.extend(self._queue.reap())
             self._verify_moved()
@@ -212,22 +211,18 @@ class UringIO(CountedIO):
     def _verify_moved(self) -> None:
         """Run the hooks of what the drive is done with, as many as this turn may."""
         assert self._hooks is not None
-        moved, long = self._moved, []
+        moved, long, verified_bytes = self._moved, list[Transfer](), 0
         for _ in range(min(len(moved), TURN_TRANSFERS)):
             transfer, error = moved[0]
-            nbytes = transfer.nbytes
-            if (
-                error is None
-                and transfer.verify is not None
-                and transfer.operation is Operation.READ
-            ):
-                if not transfer.quick or nbytes > INLINE_BYTES:
+            nbytes, reading = transfer.nbytes, transfer.operation is Operation.READ
+            if reading and error is None and transfer.verify is not None:
+                if not transfer.quick or nbytes > TURN_BYTES:
                     long.append(transfer)
                     moved.popleft()
                     continue
-                if self._inline_bytes + nbytes > INLINE_BYTES:
+                verified_bytes += nbytes
+                if verified_bytes > TURN_BYTES:
                     break
-                self._inline_bytes += nbytes
                 error = run_hook(transfer)
             moved.popleft()
             self._end(transfer, error, nbytes)
@@ -240,40 +235,9 @@ class UringIO(CountedIO):
         assert self._hooks is not None
         if not (prepared or self._queue.ring.pending or any(self._waiting)):
             return
-        ready, long = list(prepared), []
-        for queue in self._waiting:
-            while queue:
-                transfer = queue[0]
-                priority, nbytes = transfer.priority, transfer.nbytes
-                if not self._fits(priority, nbytes):
-                    break
-                if self._turn_starts >= TURN_TRANSFERS or (
-                    self._turn_bytes and self._turn_bytes + nbytes > TURN_BYTES
-                ):
-                    self._turn_soon()
-                    break
-                hook = transfer.prepare is not None and transfer.operation is Operation.WRITE
-                inline = hook and transfer.quick and nbytes <= INLINE_BYTES
-                if inline and self._inline_bytes + nbytes > INLINE_BYTES:
-                    self._turn_soon()
-                    break
-                queue.popleft()
-                self._turn_starts += 1
-                self._turn_bytes += nbytes
-                self._started += 1
-                self._started_bytes[priority] += nbytes
-                if transfer.deadline is not None and time.monotonic() > transfer.deadline:
-                    what = f"{transfer.operation.value} of {transfer.file.path}"
-                    self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
-                elif hook and not inline:
-                    long.append(transfer)
-                else:
-                    self._inline_bytes += nbytes if inline else 0
-                    if inline and (error := run_hook(transfer)):
-                        self._end(transfer, error, nbytes)
-                    else:
-                        ready.append(transfer)
-            if queue:
+        ready, long = list(prepared), list[Transfer]()
+        for priority, queue in zip(Priority, self._waiting, strict=True):
+            if queue and not self._start_from(queue, priority, ready, long):
                 break  # nothing of a lower priority overtakes
         if long:
             self._hooks.push(long)
@@ -282,15 +246,47 @@ class UringIO(CountedIO):
         if self._queue.ring.pending:
             self._offer()
 
-    def _fits(self, priority: Priority, nbytes: int) -> bool:
-        """Whether the drive's queue has a place for one more of that priority and length."""
-        if priority is Priority.NEEDED:
-            places, there = self._depth, sum(self._started_bytes)
-        else:  # a quarter of the places is for needed ones
-            places, there = self._depth - self._depth // 4, self._started_bytes[priority]
-        if self._started >= places:
-            return False
-        return there == 0 or there + nbytes <= BYTES_IN_FLIGHT[priority]
+    def _start_from(
+        self,
+        queue: deque[Transfer],
+        priority: Priority,
+        ready: list[Transfer],
+        long: list[Transfer],
+    ) -> bool:
+        """Start transfers of a priority, as many as the drive's queue has places for and this turn
+        may. False: some are left. ``ready`` for the drive; ``long``: with a hook to run elsewhere.
+        """
+        needed = priority is Priority.NEEDED
+        # A quarter of the places is for needed ones.
+        places = self._depth if needed else self._depth - self._depth // 4
+        while queue:
+            transfer = queue[0]
+            nbytes = transfer.nbytes
+            there = sum(self._started_bytes) if needed else self._started_bytes[priority]
+            if self._started >= places or (there and there + nbytes > BYTES_IN_FLIGHT[priority]):
+                return False
+            turn_bytes = self._turn_bytes + nbytes
+            if self._turn_starts >= TURN_TRANSFERS or (
+                turn_bytes > TURN_BYTES and turn_bytes > nbytes
+            ):
+                self._turn_soon()
+                return False
+            queue.popleft()
+            self._turn_starts += 1
+            self._turn_bytes = turn_bytes
+            self._started += 1
+            self._started_bytes[priority] += nbytes
+            hook = transfer.prepare is not None and transfer.operation is Operation.WRITE
+            if transfer.deadline is not None and time.monotonic() > transfer.deadline:
+                what = f"{transfer.operation.value} of {transfer.file.path}"
+                self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
+            elif hook and (nbytes > TURN_BYTES or not transfer.quick):
+                long.append(transfer)
+            elif hook and (error := run_hook(transfer)):
+                self._end(transfer, error, nbytes)
+            else:
+                ready.append(transfer)
+        return True
 
     def _offer(self) -> None:
         """Submit what was put into the ring. Without means the kernel is asked again, later."""

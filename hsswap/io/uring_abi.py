@@ -27,6 +27,7 @@ SETUP_CALL, ENTER_CALL, REGISTER_CALL = 425, 426, 427
 """The same numbers on every processor but alpha."""
 
 OP_READV, OP_WRITEV = 1, 2
+OP_READ, OP_WRITE = 22, 23  # 5.6: one buffer, no iovecs
 
 SQE_ASYNC = 1 << 4
 """Goes to a kernel thread at once: what would copy from the page cache, or wait, inside enter."""

@@ -19,6 +19,7 @@ ATTEMPTS = 1000
 AGAIN = (errno.EAGAIN, errno.EINTR)
 ASYNC = abi.SQE_ASYNC << 8
 """In the first word of an entry."""
+IOVEC_BYTES = 16
 
 
 class DriveQueue:
@@ -47,23 +48,29 @@ class DriveQueue:
     def add(self, transfers: list[Transfer], direct: bool) -> None:
         """Put transfers into the ring, for :meth:`submit`."""
         mode = 0 if direct else ASYNC
-        rows, pieces, spans = [], [], []
+        rows, vectors = [], []
         for transfer in transfers:
             number = self._free.pop()
             self._transfers[number] = transfer
             addresses, span_bytes = transfer.addresses, transfer.span_bytes
-            self._missing[number] = len(addresses) * span_bytes
-            if len(addresses) > IOV_MAX:
+            spans = len(addresses)
+            self._missing[number] = spans * span_bytes
+            if spans == 1:
+                rows.append(_single(transfer, addresses.item(), number, mode))
+                continue
+            if spans > IOV_MAX:
                 addresses = addresses[:IOV_MAX]
-            pieces.append(addresses)
-            spans.append(span_bytes)
+            vectors.append((len(rows), addresses, span_bytes))
             rows.append(_row(transfer, transfer.offset, len(addresses), number, mode))
-        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        iovecs = np.empty((len(joined), 2), np.uint64)
-        iovecs[:, 0] = joined
-        same = spans.count(spans[0]) == len(spans)
-        iovecs[:, 1] = spans[0] if same else np.repeat(spans, [len(piece) for piece in pieces])
-        self._push(rows, iovecs)
+        entries = np.array(rows, np.uint64)
+        if vectors:
+            pieces = [addresses for _, addresses, _ in vectors]
+            counts = [len(addresses) for addresses in pieces]
+            iovecs = np.empty((sum(counts), 2), np.uint64)
+            iovecs[:, 0] = np.concatenate(pieces)
+            iovecs[:, 1] = np.repeat([span_bytes for _, _, span_bytes in vectors], counts)
+            self._point(entries, [at for at, _, _ in vectors], iovecs)
+        self._push(entries)
 
     def submit(self) -> int:
         """Hand over what was added. 0, or the error number; what was not taken stays."""
@@ -124,22 +131,38 @@ class DriveQueue:
         iovecs[:, 1] = transfer.span_bytes
         iovecs[0] += np.array([within, -within], np.int64).view(np.uint64)
         row = _row(transfer, transfer.offset + moved, len(addresses), number, ASYNC)
-        self._push([row], iovecs)
+        entries = np.array([row], np.uint64)
+        self._point(entries, [0], iovecs)
+        self._push(entries)
         return None
 
-    def _push(self, rows: list[tuple[int, ...]], iovecs: NDArray[np.uint64]) -> None:
-        """Finish entries, whose iovecs follow each other, and put them into the ring at once."""
-        entries = np.array(rows, np.uint64)
-        ends = np.add.accumulate(entries[:, 3])
+    def _point(
+        self, entries: NDArray[np.uint64], rows: list[int], iovecs: NDArray[np.uint64]
+    ) -> None:
+        """Give entries in these rows the addresses of their iovecs, which follow each other."""
+        counts = entries[rows, 3]
         table: int = iovecs.__array_interface__["data"][0]
-        entries[:, 2] = (ends - entries[:, 3]) * np.uint64(16) + np.uint64(table)
+        begins = np.add.accumulate(counts) - counts
+        entries[rows, 2] = begins * np.uint64(IOVEC_BYTES) + np.uint64(table)
         self._iovecs.append(iovecs)
-        self._pushed += [row[4] for row in rows]
+
+    def _push(self, entries: NDArray[np.uint64]) -> None:
+        """Put finished entries into the ring at once."""
+        self._pushed += entries[:, 4].tolist()
         self.ring.push(entries)
 
 
+def _single(transfer: Transfer, address: int, number: int, mode: int) -> tuple[int, ...]:
+    """The entry of a transfer in one span; its words are drawn in uring_abi."""
+    file = transfer.file
+    assert isinstance(file, PosixFile)
+    opcode = abi.OP_READ if transfer.operation is Operation.READ else abi.OP_WRITE
+    word = opcode | mode | file.descriptor << 32
+    return word, transfer.offset, address, transfer.span_bytes, number, 0, 0, 0
+
+
 def _row(transfer: Transfer, offset: int, count: int, number: int, mode: int) -> tuple[int, ...]:
-    """An entry without the address of its iovecs; its words are drawn in uring_abi."""
+    """An entry without the address of its iovecs."""
     file = transfer.file
     assert isinstance(file, PosixFile)
     opcode = abi.OP_READV if transfer.operation is Operation.READ else abi.OP_WRITEV

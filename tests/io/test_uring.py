@@ -22,7 +22,7 @@ from hsswap.io import uring_abi as abi
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
-from hsswap.io.uring import INLINE_BYTES, UringIO
+from hsswap.io.uring import TURN_BYTES, UringIO
 from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
 from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
 from tests.io.support import PAGE, Pages, pattern
@@ -34,7 +34,7 @@ SHM = Path("/dev/shm")
 class FakeRing:
     """Runs entries on a bytes object, moving at most so many bytes each, or failing, by a script.
 
-    ``seen``: opcode, offset and count of iovecs of each entry.
+    ``seen``: opcode, offset, and count of iovecs (bytes where there are none) of each entry.
     """
 
     entries = 8
@@ -54,18 +54,22 @@ class FakeRing:
     def submit(self) -> int:
         for word, offset, table, count, number, *_ in self._entries:
             self.seen.append((word & 0xFF, offset, count))
-            self._ended.append((number, self._move(offset, table, count)))
+            if word & 0xFF == abi.OP_READ:
+                spans = [[table, count]]
+            else:
+                words = (ctypes.c_uint64 * (2 * count)).from_address(table)
+                spans = np.ctypeslib.as_array(words).reshape(count, 2).tolist()
+            self._ended.append((number, self._move(offset, spans)))
         self._entries.clear()
         self.pending = 0
         return 0
 
-    def _move(self, offset: int, table: int, count: int) -> int:
+    def _move(self, offset: int, spans: list[list[int]]) -> int:
         limit = self.script.pop(0) if self.script else 1 << 60
         if limit < 0:
             return limit
-        words = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * count)).from_address(table))
         moved = 0
-        for address, length in words.reshape(count, 2).tolist():
+        for address, length in spans:
             piece = self.content[offset + moved : offset + moved + length][: limit - moved]
             ctypes.memmove(address, piece, len(piece))
             moved += len(piece)
@@ -118,19 +122,27 @@ def test_short_counts_go_on_at_the_right_place(
         else:
             assert any(0 < step < PAGE for step in script)
     assert all(offset % PAGE == 0 for _, offset, _ in ring.seen)
-    assert {opcode for opcode, _, _ in ring.seen} == {abi.OP_READV}
+    first, rest = ring.seen[:transfers], ring.seen[transfers:]
+    assert {opcode for opcode, _, _ in first} == {abi.OP_READ if spans == 1 else abi.OP_READV}
+    assert {opcode for opcode, _, _ in rest} <= {abi.OP_READV}
 
 
 def test_long_runs_and_other_spans_share_a_submission() -> None:
     content = pattern(IOV_MAX + 10, PAGE, 1)
     ring = FakeRing(content.tobytes(), [])
     queue = DriveQueue(cast(Ring, ring), PAGE)
-    long, short = Pages(IOV_MAX + 10), Pages(2, 2 * PAGE)
-    queue.add([reading(long, 0, content.size), reading(short, PAGE, content.size)], direct=True)
-    assert [error for _, error in end_all(queue, ring)] == [None, None]
+    long, single, short = Pages(IOV_MAX + 10), Pages(1, 3 * PAGE), Pages(2, 2 * PAGE)
+    offsets = (0, 7 * PAGE, PAGE)
+    work = [
+        reading(pages, offset, content.size)
+        for pages, offset in zip((long, single, short), offsets, strict=True)
+    ]
+    queue.add(work, direct=True)
+    assert [error for _, error in end_all(queue, ring)] == [None, None, None]
     assert np.array_equal(long.spans, content)
+    assert single.spans.tobytes() == content[7:10].tobytes()
     assert short.spans.tobytes() == content[1:5].tobytes()
-    assert [count for _, _, count in ring.seen] == [IOV_MAX, 2, 10]
+    assert [count for _, _, count in ring.seen] == [IOV_MAX, 3 * PAGE, 2, 10]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EAGAIN])
@@ -275,7 +287,7 @@ async def test_real_faults(tmp_path: Path) -> None:
 async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(tmp_path: Path) -> None:
     io = UringIO(4)
     await io.start(tmp_path)
-    run_bytes = INLINE_BYTES // 2
+    run_bytes = TURN_BYTES // 2
     file = await io.create_file(tmp_path / "file", 8 * run_bytes)
     threads: list[int] = []
 
@@ -291,7 +303,7 @@ async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(tmp_path: Pat
     assert await run(io, *work) == [None] * 4
     here = threading.get_ident()
     assert threads == [here] * 4
-    long = Pages(1, 2 * INLINE_BYTES)
+    long = Pages(1, 2 * TURN_BYTES)
     threads.clear()
     assert await run(io, transfer(Operation.READ, file, long, ignore, **hooks)) == [None]
     assert threads[0] != here
