@@ -137,23 +137,30 @@ class Transfer:
 
 def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
     """:meth:`Transfer.check` of many, at a fraction of the cost of each."""
-    bits = 0
+    bits, smallest = 0, 1
+    several: list[NDArray[np.uint64]] = []
     for transfer in batch:
-        addresses, offset = transfer.addresses, transfer.offset
-        end = offset + len(addresses) * transfer.span_bytes
+        addresses, offset, spans = transfer.addresses, transfer.offset, len(transfer.addresses)
         bits |= offset | transfer.span_bytes
         if (
-            not 0 <= offset < end <= transfer.file.nbytes
+            not 0 <= offset < offset + spans * transfer.span_bytes <= transfer.file.nbytes
             or addresses.dtype != np.uint64
             or addresses.ndim != 1
         ):
             transfer.check(alignment)
-    if batch:
-        joined = np.concatenate([transfer.addresses for transfer in batch])
+        if spans == 1:
+            address: int = addresses.item()
+            bits |= address
+            smallest = min(smallest, address)
+        else:
+            several.append(addresses)
+    if several:
+        joined = np.concatenate(several)
         bits |= int(np.bitwise_or.reduce(joined))
-        if bits & (alignment - 1) or not np.minimum.reduce(joined):
-            for transfer in batch:
-                transfer.check(alignment)
+        smallest = min(smallest, int(np.minimum.reduce(joined)))
+    if bits & (alignment - 1) or not smallest:
+        for transfer in batch:
+            transfer.check(alignment)
 
 
 class BlockChecksums(Protocol):

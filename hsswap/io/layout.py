@@ -115,7 +115,7 @@ def plan_runs(
     if np.minimum.reduce(steps) > 0:
         order, ordered = np.arange(count), indices
     else:
-        order = np.argsort(indices, kind="stable")
+        order = indices.argsort(kind="stable")
         ordered = indices[order]
         steps = ordered[1:] - ordered[:-1]
     if longest == 1 or np.minimum.reduce(steps) > 1:  # no neighbours: a third of the cost
