@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.io.runs import BlockRun, indices_of
+from hsswap.io.tables import sparse_zeros
 
 
 class StoredBlocks(NamedTuple):
@@ -31,10 +32,10 @@ class Contents:
 
     def __init__(self, layers: int, capacity: int) -> None:
         shape = layers, capacity
-        self.checksums = np.zeros(shape, np.uint32)
-        self.written = np.zeros(shape, np.int64)
-        self.lengths = np.zeros(shape, np.uint16)
-        self.codes_versions = np.zeros(shape, np.uint32)
+        self.checksums = sparse_zeros(shape, np.uint32)
+        self.written = sparse_zeros(shape, np.int64)
+        self.lengths = sparse_zeros(shape, np.uint16)
+        self.codes_versions = sparse_zeros(shape, np.uint32)
 
     def record(self, runs: list[BlockRun]) -> None:
         """Writes of one layer succeeded."""

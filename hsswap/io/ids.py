@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hsswap.errors import ArgumentError, ConfigError, OutOfBlocks, StaleBlockId
+from hsswap.io.tables import sparse_zeros
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,18 +96,20 @@ class BlockIds:
             raise ConfigError(f"capacity is {capacity} blocks; it must be from 1 to 2**32 - 1")
         self.capacity = capacity
         self.on_freed: Callable[[NDArray[np.int64]], None] | None = None
-        self._references = np.zeros(capacity, np.int64)
-        self._generations = np.ones(capacity, np.int64)
-        self._first_generation = 1  # of blocks freed from now on, at least
+        # Tables are touched, and looked through, below this alone: a huge capacity costs nothing.
+        self._top = 0
+        self._references = sparse_zeros((capacity,), np.int64)
+        self._generations = sparse_zeros((capacity,), np.int64)  # 0: never given out
+        self._first_generation = 1  # of blocks given out or freed from now on, at least
         # Blocks to keep when nobody holds them, how deep in their prefix, and since when nobody
         # does (0: somebody does, or it is free).
-        self._wanted = np.zeros(capacity, np.bool_)
-        self._depths = np.zeros(capacity, np.int64)
-        self._kept_since = np.zeros(capacity, np.int64)
+        self._wanted = sparse_zeros((capacity,), np.bool_)
+        self._depths = sparse_zeros((capacity,), np.int64)
+        self._kept_since = sparse_zeros((capacity,), np.int64)
         self._clock = 0
         self._kept_count = 0
-        self._extent_used = np.zeros(capacity // EXTENT_IDS, np.int64)
-        self._retired = np.zeros(capacity, np.bool_)
+        self._extent_used = sparse_zeros((capacity // EXTENT_IDS,), np.int64)
+        self._retired = sparse_zeros((capacity,), np.bool_)
         self._free_count = capacity
         self._lock = threading.RLock()
 
@@ -130,6 +133,8 @@ class BlockIds:
     def generations(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The current generation of blocks, by index; of a free one: that of its next owner."""
         generations: NDArray[np.int64] = self._generations[indices]
+        if not np.logical_and.reduce(generations):
+            generations[generations == 0] = self._first_generation
         return generations
 
     def used(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -221,8 +226,10 @@ class BlockIds:
 
     def _from_empty(self, count: int) -> NDArray[np.int64]:
         """Indices of empty extents, adjoining ones where enough are together."""
-        empty = np.flatnonzero(self._extent_used == 0)
         wanted = -(-count // EXTENT_IDS)
+        # Behind the top all are empty: one more than wanted of those leaves nothing to find there.
+        extents = min(len(self._extent_used), -(-self._top // EXTENT_IDS) + wanted + 1)
+        empty = np.flatnonzero(self._extent_used[:extents] == 0)
         if len(empty) > wanted:
             adjoin = empty[wanted - 1 :] - empty[: len(empty) - wanted + 1] == wanted - 1
             first = int(np.argmax(adjoin))  # 0 where none adjoin
@@ -231,7 +238,8 @@ class BlockIds:
         return indices.reshape(-1)[:count]
 
     def _from_any(self, count: int) -> NDArray[np.int64]:
-        return np.flatnonzero(self._available(slice(None)))[:count]
+        # Only when no extent is empty: what is free lies below the top, or in the last few ids.
+        return np.flatnonzero(self._available(slice(self._top + count)))[:count]
 
     def _available(self, part: slice) -> NDArray[np.bool_]:
         """Which indices are free."""
@@ -241,9 +249,15 @@ class BlockIds:
         return available
 
     def _take(self, indices: NDArray[np.int64]) -> None:
+        self._begin_use(indices, self.generations(indices))
         self._references[indices] = 1
         self._count_extents(indices, 1)
         self._free_count -= len(indices)
+
+    def _begin_use(self, indices: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+        self._generations[indices] = generations
+        if len(indices):
+            self._top = max(self._top, int(np.maximum.reduce(indices)) + 1)
 
     def _count_extents(self, indices: NDArray[np.int64], step: int) -> None:
         extents = indices // EXTENT_IDS
@@ -324,7 +338,7 @@ class BlockIds:
 
     def kept(self) -> NDArray[np.int64]:
         """The ids of blocks that are kept, those to go first in front."""
-        indices = np.flatnonzero(self._kept_since)
+        indices = np.flatnonzero(self._kept_since[: self._top])
         order = np.lexsort((-self._depths[indices], self._kept_since[indices]))
         indices = indices[order]
         return self._generations[indices] << INDEX_BITS | indices
@@ -332,7 +346,7 @@ class BlockIds:
     def restore(self, indices: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
         """Take over blocks found on disk, oldest first, as kept ones. For a new store alone."""
         assert self.free_count == self.capacity
-        self._generations[indices] = generations
+        self._begin_use(indices, generations)
         self._free_count -= len(indices)
         self._count_extents(indices, 1)
         self._clock += len(indices)
@@ -342,12 +356,14 @@ class BlockIds:
     def begin_generations(self, first: int) -> None:
         """Give no id of an earlier generation than ``first`` to new owners. Before any is given."""
         self._first_generation = first
-        self._generations[self._available(slice(None))] = first
+        free = self._available(slice(self._top))
+        self._generations[: self._top][free] = first
 
     @property
     def last_generation(self) -> int:
         """The highest generation of any block."""
-        return int(self._generations.max())
+        used = self._generations[: self._top]
+        return max(self._first_generation, int(used.max(initial=0)))
 
     @_locked
     def free_kept(self, indices: NDArray[np.int64]) -> None:

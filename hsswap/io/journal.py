@@ -41,6 +41,7 @@ from hsswap.io.records import CLEARED, REPLACED, VALID, Records
 from hsswap.io.runs import BlockRun
 from hsswap.io.segments import Segments
 from hsswap.io.spare import Spare
+from hsswap.io.tables import sparse_zeros
 
 NONE, WRITTEN, SYNCING, DURABLE, CLEAR_WANTED, CLEARING = range(6)
 
@@ -81,7 +82,7 @@ class Journal:
         self._saving: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] | None = None  # resolved when slots may be free
         self._loop = asyncio.get_running_loop()
-        self._stage = np.zeros(contents.written.shape, np.uint8)
+        self._stage = sparse_zeros(contents.written.shape, np.uint8)
         self._stage[records.blocks["state"][:, : ids.capacity] == VALID] = DURABLE
         self._serial = int(records.header["serial"][0])
         self._keys = PendingKeys()

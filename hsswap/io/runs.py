@@ -12,6 +12,7 @@ from hsswap.checksum import crc32, crc32_each, crc32_of_blocks
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
+from hsswap.io.tables import sparse_zeros
 from hsswap.io.views import block_view, block_views
 
 OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
@@ -171,8 +172,8 @@ class BlockOrder:
 
     def __init__(self, layers: int, capacity: int) -> None:
         # Of each block: reads in flight, or -1 for a write; and runs that wait for it.
-        self._holders = np.zeros((layers, capacity), np.int32)
-        self._waiters = np.zeros((layers, capacity), np.int32)
+        self._holders = sparse_zeros((layers, capacity), np.int32)
+        self._waiters = sparse_zeros((layers, capacity), np.int32)
         self._waiting: list[BlockRun] = []
 
     def unsettled(self, layer: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:

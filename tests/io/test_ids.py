@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hsswap.errors import ArgumentError, ConfigError, OutOfBlocks, StaleBlockId
+from hsswap.io.contents import Contents
 from hsswap.io.ids import (
     EXTENT_IDS,
     LAST_GENERATION,
@@ -198,3 +202,37 @@ def test_capacity_below_an_extent() -> None:
     with pytest.raises(OutOfBlocks, match="2 of 5"):
         ids.allocate(3)
     assert ids.check(ids.allocate(2)).tolist() == [3, 4]
+
+
+def test_a_huge_capacity_costs_what_is_used_of_it() -> None:
+    before = resident_bytes()
+    ids = BlockIds((1 << 32) - 1)
+    contents = Contents(32, ids.capacity)
+    first = ids.allocate(100)
+    assert ids.check(first).tolist() == list(range(100))
+    far = ids.allocate(1, after=int(first[-1]))
+    assert index_of(int(far[0])) == 100
+    ids.drop_reference(first)
+    again = ids.allocate(40)
+    assert index_of(int(again[0])) == 0
+    assert generation_of(int(again[0])) == 2
+    assert ids.generations(np.array([3_000_000_000])).tolist() == [1]
+    assert not contents.written[31, 3_000_000_000]
+    assert ids.free_count == ids.capacity - 41
+    assert ids.last_generation == 2
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * mmap.PAGESIZE
+
+
+def test_a_capacity_that_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(ConfigError, match=r"8000 bytes .* lower its capacity"):
+        BlockIds(1000)
