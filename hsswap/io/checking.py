@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import ConfigError
 from hsswap.io.directory import SEGMENT_NAME, StoreDirectory, segment_name
+from hsswap.io.growth import capacity_now, record_files
 from hsswap.io.ids import id_of
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
 from hsswap.io.manifest import MANIFEST_NAME, Manifest
 from hsswap.io.problems import from_os_error
-from hsswap.io.records import RECORDS_NAME, REPLACED, VALID, RecordLayout, Records
+from hsswap.io.records import REPLACED, VALID, RecordLayout, Records
 from hsswap.io.replaced import is_content
 from hsswap.io.spare import SPARE_NAME, slot_bytes_of
 
@@ -74,11 +76,11 @@ def check_store(path: Path) -> Report:
         places = [path, *map(Path, manifest.directories[1:])]
         report = Report(str(path))
         records = _records(path, manifest, report)
-        layout = SegmentLayout(manifest.dims)
+        layout, capacity = SegmentLayout(manifest.dims), records.layout.capacity
         _check_replaced(path, layout, records, report)
-        for number in range(segment_count(manifest.capacity_blocks)):
+        for number in range(segment_count(capacity)):
             place = places[number % len(places)] / segment_name(number)
-            _check_segment(place, number, manifest.capacity_blocks, layout, records, report)
+            _check_segment(place, number, capacity, layout, records, report)
         _find_strays(places, manifest, records, report)
     return report
 
@@ -117,15 +119,22 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _records(path: Path, manifest: Manifest, report: Report) -> Records:
-    layout = RecordLayout(manifest.dims.layers, manifest.capacity_blocks)
+    files = record_files(os.listdir(path), manifest.capacity_blocks)
+    if not files:
+        return Records(RecordLayout(manifest.dims.layers, manifest.capacity_blocks))
+    capacity = capacity_now({number: _first_page(path / name) for number, name in files.items()})
+    layout = RecordLayout(manifest.dims.layers, capacity)
     records = Records(layout)
-    place = path / RECORDS_NAME
-    if place.exists():
-        content = np.fromfile(place, np.uint8, layout.file_bytes)
-        records.image[: len(content)] = content
+    content = np.fromfile(path / files[capacity], np.uint8, layout.file_bytes)
+    records.image[: len(content)] = content
     report.damaged_records = records.drop_invalid()
     report.prefixes = int((records.ids["state"] == VALID).sum())
     return records
+
+
+def _first_page(path: Path) -> NDArray[np.uint8]:
+    content = np.fromfile(path, np.uint8, DISK_ALIGNMENT)
+    return np.pad(content, (0, DISK_ALIGNMENT - len(content)))
 
 
 def _check_segment(
@@ -197,7 +206,7 @@ def _check_replaced(path: Path, layout: SegmentLayout, records: Records, report:
 
 
 def _find_strays(places: list[Path], manifest: Manifest, records: Records, report: Report) -> None:
-    states = records.blocks["state"][:, : manifest.capacity_blocks]
+    states = records.blocks["state"][:, : records.layout.capacity]
     known = ((states == VALID) | (states == REPLACED)).any(axis=0)
     numbers = set((np.flatnonzero(known) // SEGMENT_IDS).tolist())
     for part, place in enumerate(places):

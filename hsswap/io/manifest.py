@@ -29,9 +29,10 @@ MANIFEST_BYTES_LIMIT = 1 << 20
 class Manifest:
     """The settings of one directory of a persistent store.
 
-    ``fingerprint``: what the caller calls his model and its weights. ``salt``: the secret in which
-    prefix keys are made, hexadecimal. ``rank``: whose part of the model. ``store``: a random name;
-    ``part`` of ``directories``, the paths at the time the store was made, home first.
+    ``capacity_blocks``: that it was made with. ``fingerprint``: what the caller calls his model and
+    its weights. ``salt``: the secret in which prefix keys are made, hexadecimal. ``rank``: whose
+    part of the model. ``store``: a random name; ``part`` of ``directories``, the paths at the time
+    the store was made, home first.
     """
 
     dims: ModelDims
@@ -112,9 +113,10 @@ class Manifest:
     def require(self, wanted: Manifest, place: str, *, salt: bytes | None) -> None:
         """Raise ConfigError, naming the differences, unless the store is what was asked for.
 
+        How many blocks it has room for now, its record file says (:mod:`hsswap.io.growth`).
         ``salt`` None: any.
         """
-        names = ["capacity_blocks", "fingerprint", "rank", "checksum", "part"]
+        names = ["fingerprint", "rank", "checksum", "part"]
         differences = [
             f"{name} {getattr(self, name)!r}, not {getattr(wanted, name)!r}"
             for name in names

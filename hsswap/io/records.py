@@ -159,6 +159,13 @@ class Records:
         return dropped
 
 
+def header_is_valid(first_page: NDArray[np.uint8]) -> bool:
+    """Whether the first page of a record file holds a header that was written in full."""
+    header = first_page[: HEADER_RECORD.itemsize].view(HEADER_RECORD)
+    crc = _crcs(header, "header", np.arange(1))
+    return bool(header["state"][0] == VALID and header["crc"][0] == crc[0])
+
+
 def seal(layout: RecordLayout, pages: NDArray[np.uint8], first_page: int) -> None:
     """Put the CRC into every record of consecutive pages of the file."""
     at = first_page * DISK_ALIGNMENT

@@ -20,12 +20,13 @@ from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import ConfigError
 from hsswap.io.base import BlockIO, IOFile, Operation
 from hsswap.io.directory import SEGMENT_NAME, segment_name
+from hsswap.io.growth import find_records, grow_records, record_files
 from hsswap.io.ids import LAST_GENERATION
 from hsswap.io.journal import GENERATION_STEP
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
 from hsswap.io.manifest import MANIFEST_BYTES_LIMIT, MANIFEST_NAME, Manifest
-from hsswap.io.recordfile import Pages, move, read_all, write_all, write_pages
-from hsswap.io.records import CLEARED, RECORDS_NAME, VALID, RecordLayout, Records
+from hsswap.io.recordfile import Pages, move, write_all
+from hsswap.io.records import CLEARED, RECORDS_NAME, VALID, Records
 from hsswap.io.replaced import restore_replaced
 from hsswap.io.spare import Spare, slot_bytes_of, spare_bytes
 
@@ -84,12 +85,14 @@ async def recover(
     sizes = [await io.file_sizes(place) for place in places]
     manifest = await _manifest(io, places, sizes, wanted, salt)
     layout = SegmentLayout(manifest.dims)
-    capacity = manifest.capacity_blocks
-    records, file = await _records(io, places, sizes, RecordLayout(manifest.dims.layers, capacity))
+    capacity = wanted.capacity_blocks
+    records, found_file = await _records(io, places, sizes, manifest, capacity)
     loop = asyncio.get_running_loop()
     dropped = await loop.run_in_executor(None, records.drop_invalid)
     if dropped:
         records.dirty[:] = True
+    records, record_file = await grow_records(io, places[0], records, found_file, capacity)
+    file = record_file.file
     found = _segment_sizes(sizes, capacity)
     spare = await restore_replaced(io, places, sizes[0], records, layout, found)
     dropped += _drop_lost(records, layout, found, capacity)
@@ -98,9 +101,7 @@ async def recover(
     generations = generations.astype(np.int64)
     _drop_keys(records, generations)
     first = _set_generations_aside(records, generations)
-    await write_pages(io, file, records, np.flatnonzero(records.dirty))
-    await io.sync(file)
-    records.dirty[:] = False
+    await record_file.write_back(io, records)
     used = set((np.flatnonzero(generations) // SEGMENT_IDS).tolist())
     await _remove_strays(io, places, sizes, used, capacity)
     metadata = len(places) * (len(manifest.to_bytes()) + DISK_ALIGNMENT) + file.nbytes
@@ -159,7 +160,7 @@ async def _manifest(
     found = [await _read_manifest(io, p, s) for p, s in zip(places, sizes, strict=True)]
     home = found[0]
     if home is None:
-        if RECORDS_NAME in sizes[0]:
+        if record_files(sizes[0], wanted.capacity_blocks):
             raise ConfigError(
                 f"{places[0]} has {RECORDS_NAME} and no {MANIFEST_NAME}; restore it or remove "
                 "what is left of the store"
@@ -190,7 +191,7 @@ async def _read_manifest(io: BlockIO, place: Path, sizes: dict[str, int]) -> Man
     pages = Pages(nbytes)
     file = await io.open_file(path, nbytes)
     await move(io, Operation.READ, file, 0, pages.content)
-    alone = RECORDS_NAME not in sizes and not any(map(SEGMENT_NAME.fullmatch, sizes))
+    alone = not record_files(sizes, 0) and not any(map(SEGMENT_NAME.fullmatch, sizes))
     return Manifest.from_bytes(pages.content.tobytes(), str(path), alone=alone)
 
 
@@ -209,17 +210,20 @@ async def _write_manifest(
 
 
 async def _records(
-    io: BlockIO, places: Sequence[Path], sizes: list[dict[str, int]], layout: RecordLayout
+    io: BlockIO,
+    places: Sequence[Path],
+    sizes: list[dict[str, int]],
+    manifest: Manifest,
+    wanted: int,
 ) -> tuple[Records, IOFile]:
-    path = places[0] / RECORDS_NAME
-    records = Records(layout)
-    if RECORDS_NAME in sizes[0]:
-        file = await io.open_file(path, layout.file_bytes)
-        await read_all(io, file, records.image)
-        return records, file
-    if any(SEGMENT_NAME.fullmatch(name) for names in sizes for name in names):
-        raise ConfigError(f"{path} is missing; restore it or remove what is left of the store")
-    return records, await io.create_file(path, layout.file_bytes)
+    made_with = manifest.capacity_blocks
+    segments = any(SEGMENT_NAME.fullmatch(name) for names in sizes for name in names)
+    if segments and not record_files(sizes[0], made_with):
+        raise ConfigError(
+            f"{places[0] / RECORDS_NAME} is missing; restore it or remove what is left of the store"
+        )
+    layers = manifest.dims.layers
+    return await find_records(io, places[0], sizes[0], layers, made_with, wanted)
 
 
 def _segment_sizes(sizes: list[dict[str, int]], capacity: int) -> list[int]:

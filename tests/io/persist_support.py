@@ -21,7 +21,7 @@ SALT = b"salt of the tests"
 
 
 async def open_store(
-    where: Path | BlockIO, capacity: int = 300, dims: ModelDims = SMALL, **options: Any
+    where: Path | list[Path] | BlockIO, capacity: int = 300, dims: ModelDims = SMALL, **options: Any
 ) -> BlockStore:
     """A persistent store in a directory or in a memory backend."""
     options = {"persist": True, "salt": SALT, **options}

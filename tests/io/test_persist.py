@@ -95,7 +95,7 @@ async def test_lengths_and_versions_are_there_again() -> None:
 
 
 OTHER = [
-    ({"capacity": 301}, "capacity_blocks 300, not 301"),
+    ({"capacity": 299}, "has room for 300 blocks, not 299: it can grow and not shrink; open it"),
     ({"fingerprint": "b"}, "fingerprint '', not 'b'"),
     ({"rank": 1}, "rank 0, not 1"),
     ({"salt": b"other"}, "another salt"),
