@@ -163,6 +163,11 @@ async def all_ended(calls: list[Coroutine[Any, Any, AttendResult]]) -> list[Atte
             task.cancel()
         await insist(lambda: asyncio.wait(tasks))
         raise
+    finally:
+        errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    for error in errors:  # all were asked for, so that none is reported as never seen
+        if error is not None:
+            raise error
     return [task.result() for task in tasks]
 
 

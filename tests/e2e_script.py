@@ -28,20 +28,20 @@ MOST_ASKED = 33
 ROWS = (1, 1, 1, 1, 2, 3, 9, 17, 40, 300, 700, 700)
 
 
-def tight(total_tokens: int = BRANCHES * MOST_TOKENS, *, top_k: TopK | None = None) -> SwapConfig:
+def tight(*, top_k: TopK | None = None, tile_tokens: int = 256) -> SwapConfig:
     """Device slots for a sixteenth of the blocks, host slots for a quarter, or the least that
     works.
     """
-    blocks = DIMS.layers * DIMS.blocks_of(total_tokens)
+    blocks = DIMS.layers * DIMS.blocks_of(BRANCHES * MOST_TOKENS)
     caches = 0 if top_k is None else BRANCHES * DIMS.layers * top_k.cache_blocks(DIMS.block_size)
-    least = 2 * 16 * len(DIMS.groups)
+    least = 2 * tile_tokens // DIMS.block_size * len(DIMS.groups)
     return SwapConfig(
         DIMS,
-        capacity_tokens=total_tokens + BRANCHES * 64,
+        capacity_tokens=BRANCHES * (MOST_TOKENS + 64),
         device_slots=max(blocks // 16, least + BRANCHES * DIMS.layers) + 2 * caches,
         host_slots=max(blocks // 4, least),
         max_sequences=BRANCHES,
-        tile_tokens=256,
+        tile_tokens=tile_tokens,
         predictor=PredictorConfig(rank=8),
     )
 
@@ -53,8 +53,8 @@ def resident(top_k: TopK | None = None) -> SwapConfig:
     return SwapConfig(
         DIMS,
         capacity_tokens=4 * config.capacity_tokens,
-        device_slots=config.device_slots + blocks,
-        host_slots=blocks,
+        device_slots=config.device_slots + blocks + 8 * 64 * len(DIMS.groups),
+        host_slots=blocks + 2 * 64 * len(DIMS.groups),
         max_sequences=BRANCHES,
         tile_tokens=1024,
         predictor=config.predictor,

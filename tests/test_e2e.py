@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hsswap import HighSpeedSwap, TopK
+from hsswap import HighSpeedSwap, SwapConfig, TopK
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.io.base import BlockIO
@@ -43,6 +43,11 @@ WAYS = [
 def device_named(name: str) -> Device:
     """A device that the swap will close."""
     return Linked() if name == "linked" else open_device(name)
+
+
+def tight_on(name: str, top_k: TopK | None = None) -> SwapConfig:
+    """Few slots; a tile is at least a span of the device."""
+    return tight(top_k=top_k, tile_tokens=1024 if name.startswith("cuda") else 256)
 
 
 async def life_on(swap: HighSpeedSwap, seed: int, steps: int, top_k: TopK | None) -> Log:
@@ -89,7 +94,7 @@ async def test_the_same_bits_as_with_everything_resident(
 ) -> None:
     top_k, backend = way
     right = await wanted(name, 1, STEPS, top_k)
-    config = replace(tight(top_k=top_k), io=backend, directory=tmp_path / "store")
+    config = replace(tight_on(name, top_k), io=backend, directory=tmp_path / "store")
     io: BlockIO | None = MemoryIO() if backend == "memory" else None
     async with watched(config, io=io, device=device_named(name)) as swap:
         got = await life_on(swap, 1, STEPS, top_k)
@@ -101,7 +106,7 @@ async def test_the_same_bits_as_with_everything_resident(
 
 @pytest.mark.parametrize("name", DEVICES)
 async def test_exact_answers_are_within_promise_1(name: str, tmp_path: Path) -> None:
-    config = replace(tight(), directory=tmp_path / "store")
+    config = replace(tight_on(name), directory=tmp_path / "store")
     async with watched(config, device=device_named(name)) as swap:
         desk = Desk(swap.device, CASE)
         async with swap.sequence() as sequence:
@@ -135,7 +140,7 @@ async def test_exact_answers_are_within_promise_1(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", DEVICES)
 async def test_two_thousand_steps(name: str, top_k: TopK | None, tmp_path: Path) -> None:
     right = await wanted(name, 2, 2000, top_k)
-    config = replace(tight(top_k=top_k), directory=tmp_path / "store")
+    config = replace(tight_on(name, top_k), directory=tmp_path / "store")
     async with watched(config, device=device_named(name)) as swap:
         got = await life_on(swap, 2, 2000, top_k)
     compare(got, right)
