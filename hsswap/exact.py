@@ -18,7 +18,7 @@ from hsswap.prefetch import Blocks, Loaded
 from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
 NOTHING = np.empty(0, np.intp)
-"""No block: most often there is none missing, or nothing else would fit the device."""
+NO_SLOTS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -106,6 +106,7 @@ class ExactPass:
         span = device.span_tokens(cache.length)
         self.tile_tokens = tile_tokens_for(span, tile_tokens)
         self._span_blocks = span // cache.pool.block_size
+        self._is_resident = False
         self._tiles = self._make_tiles(cache.first_visible(queries.shape[1]))
         self.next_tile = 0
         self.device_hits = 0
@@ -131,11 +132,13 @@ class ExactPass:
         room = self.tile_tokens // size
         start, stop = first_token // self.tile_tokens * room, -(-cache.length // size)
         is_missing = cache.device_slot[start:stop] < 0
-        if np.count_nonzero(is_missing) <= room:  # in steps that do not grow with the length
+        missing = int(np.count_nonzero(is_missing))
+        self._is_resident = not missing
+        if missing <= room:  # in steps that do not grow with the length
             return [Tile(start, stop)]
         tiles = tiles_of(first_token, cache.length, size, self.tile_tokens)
         merged: list[Tile] = []
-        missing = 0
+        missing = 0  # of the last one
         starts = [tile.start - start for tile in tiles]
         counts = np.add.reduceat(is_missing, starts, dtype=np.intp).tolist()
         for tile, more in zip(tiles, counts, strict=True):
@@ -153,11 +156,15 @@ class ExactPass:
 
     def all_on_device(self) -> bool:
         """Whether no tile left needs a host slot."""
+        if self._is_resident:
+            return True
         left = self._tiles[self.next_tile :]
         return not any((self._cache.device_slot[t.start : t.stop] < 0).any() for t in left)
 
     def all_in_host_tier(self) -> bool:
         """Whether every tile left can be gathered without reading from disk."""
+        if self._is_resident:
+            return True
         tier = self._cache.pool.tier
         for tile in self._tiles[self.next_tile :]:
             _, blocks = self._cache.missing(tile, self._indices)
@@ -171,6 +178,8 @@ class ExactPass:
 
         Where host slots are read in place, the tiles behind it that are there too join it.
         """
+        if self._is_resident:
+            return Loaded(NO_SLOTS, 0)
         tier = self._cache.pool.tier
         leased: list[I32] = []
         last = self.next_tile

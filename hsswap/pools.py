@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from hsswap.config import LayerGroup, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, DeviceError
 from hsswap.tiers import I32, DeviceSlots, HostTier
 
 RING_REGIONS = 2
@@ -149,7 +150,9 @@ class GroupPool:
 class ScratchPool:
     """Device memory of one attend each (its carried state), kept for the next of the same size.
 
-    At most ``KEPT`` buffers wait for reuse; more are freed.
+    Work of one stream runs in order, so a buffer is good for the stream's next attend at once, and
+    for another stream's when the event behind its last use is done. At most ``KEPT`` buffers that
+    are used by nothing wait for reuse; more are freed.
     """
 
     KEPT = 8
@@ -157,14 +160,24 @@ class ScratchPool:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._idle: list[Buffer] = []
+        self._behind: deque[tuple[Buffer, Stream, Event]] = deque()
 
-    def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes``; give it back when no enqueued work uses it."""
+    def take(self, nbytes: int, stream: Stream) -> Buffer:
+        """A buffer of at least ``nbytes`` for work of this stream."""
+        for position, (buffer, owner, _) in enumerate(self._behind):
+            if owner is stream and _suits(buffer, nbytes):
+                del self._behind[position]
+                return buffer
+        while self._behind and _is_over(self._behind[0][2]):
+            self.give_back(self._behind.popleft()[0])
         for position, buffer in enumerate(self._idle):
-            # Not one far too large, or a single long prefill would pin its memory for good.
-            if nbytes <= buffer.nbytes <= 4 * nbytes + 65536:
+            if _suits(buffer, nbytes):
                 return self._idle.pop(position)
         return self._device.allocate(nbytes)
+
+    def give_back_behind(self, buffer: Buffer, stream: Stream, event: Event) -> None:
+        """The buffer is used by work of ``stream`` before ``event``, and by nothing else."""
+        self._behind.append((buffer, stream, event))
 
     def give_back(self, buffer: Buffer) -> None:
         """The buffer is no longer used."""
@@ -174,9 +187,24 @@ class ScratchPool:
             buffer.close()
 
     def close(self) -> None:
-        """Free the idle buffers."""
+        """Free the buffers; nothing may be in flight."""
+        self._idle += [buffer for buffer, _, _ in self._behind]
+        self._behind.clear()
         while self._idle:
             self._idle.pop().close()
+
+
+def _suits(buffer: Buffer, nbytes: int) -> bool:
+    """Not one far too large, or a single long prefill would pin its memory for good."""
+    return nbytes <= buffer.nbytes <= 4 * nbytes + 65536
+
+
+def _is_over(event: Event) -> bool:
+    """Whether the work before it has run, or failed."""
+    try:
+        return event.is_done()
+    except DeviceError:  # told to whoever waits for that work
+        return True
 
 
 def state_bytes(group: LayerGroup, rows: int) -> int:

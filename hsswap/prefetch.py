@@ -206,6 +206,10 @@ class Prefetcher:
             self._plans.pop(owner, None)
         self.pump()
 
+    def has_plan(self, owner: Hashable) -> bool:
+        """Whether something is to be read ahead for ``owner``. Under the lock, from any thread."""
+        return owner in self._plans
+
     def pump(self) -> None:
         """Admit who waits, then read ahead, as far as slots are free. Call when some became so."""
         self._pump_scheduled = False

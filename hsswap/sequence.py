@@ -150,7 +150,8 @@ class Sequence(Capturing):
                 result = try_attend_exact(self._swap, query)
             if result is not None:
                 ahead = self._ahead(query)
-                self._swap.mailbox.post(lambda: self._plan(ahead))
+                if ahead or self._swap.prefetcher.has_plan(self.number):
+                    self._swap.mailbox.post(lambda: self._plan(ahead))
             return result
 
     async def close(self) -> None:

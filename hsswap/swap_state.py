@@ -156,16 +156,14 @@ class SwapState:
     def scratch(self, nbytes: int, stream: Stream) -> Iterator[Buffer]:
         """Device memory for work enqueued on ``stream`` inside the block."""
         with self.lock:
-            buffer = self._scratch.take(nbytes)
+            buffer = self._scratch.take(nbytes, stream)
         try:
             yield buffer
         finally:
-            try:
-                stream.record().call_when_done(
-                    lambda: self.mailbox.post(lambda: self._reuse(buffer))
-                )
-            except HsswapError:  # nobody can say when it is unused
-                with self.lock:
+            with self.lock:
+                try:
+                    self._scratch.give_back_behind(buffer, stream, stream.record())
+                except HsswapError:  # nobody can say when it is unused
                     self._resources.append(buffer)
 
     def release_after(
@@ -219,10 +217,6 @@ class SwapState:
         if config.kind == "projection":
             return ProjectionPredictor(config, dims, ids, self.device)
         return CodesPredictor(dims, ids, self.device)
-
-    def _reuse(self, buffer: Buffer) -> None:
-        with self.lock:
-            self._scratch.give_back(buffer)
 
     async def _quiet(self) -> None:
         """Wait for what sequences have enqueued: by its events, since the callers' streams may be
