@@ -12,6 +12,7 @@ from hsswap.rounds.lengths import (
     kv_len_ptr_table_range,
 )
 from hsswap.rounds.round import RoundOptions
+from hsswap.rounds.steps_target import RowsModel, StepsTarget
 from hsswap.rounds.stream import Acceptance, Burst, End, RoundStream
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
     "Published",
     "RoundOptions",
     "RoundStream",
+    "RowsModel",
     "SequenceStart",
+    "StepsTarget",
     "StreamBufs",
     "Target",
     "addresses_of",

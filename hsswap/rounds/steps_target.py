@@ -1,0 +1,127 @@
+"""A model over captured steps of a swap's sequences: a verify that no host takes part in.
+
+Lengths and tables are the device's (:meth:`hsswap.Sequence.captured`), so rounds can be captured
+and issued ahead, on every device. Every block of the sequences is held in the device or the host
+tier meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Protocol
+
+import numpy as np
+
+import hsswap.sequence
+from hsswap.captured import CapturedSteps
+from hsswap.driver.base import Device, Stream
+from hsswap.driver.tensor import Tensor, tensor_in
+from hsswap.errors import ArgumentError, OutOfBlocks, OutOfSlots
+from hsswap.rounds.buffers import StreamBufs
+from hsswap.rounds.contracts import Admission, Target
+from hsswap.rounds.lengths import addresses_of
+
+SESSION_TOKENS = 512
+"""Tokens for which steps are opened at a time, where there is room: opening waits for the device
+and makes graphs anew, and blocks that filled are written behind only then."""
+
+
+class RowsModel(Protocol):
+    """The engine's model."""
+
+    def __call__(
+        self, stream: Stream, steps: CapturedSteps, tokens: Tensor, logits: Tensor
+    ) -> None:
+        """Enqueue a pass over ``tokens`` u32 ``[rows]``, the first at position ``steps.length``.
+
+        K and V of each layer go to ``steps.append``, queries to ``steps.attend``; ``logits``
+        float32 ``[rows, vocab_size]`` is written. Nothing may wait, and what is used must keep its
+        address. Positions of the last rows may lie behind the sequence's end.
+        """
+        ...
+
+
+class StepsTarget(Target):
+    """``sequences`` of one swap, verified ``k + 1`` rows at a time by ``model``.
+
+    ``device`` and ``stream`` are the swap's device and the round stream's stream. The sequences
+    must not be used otherwise until :meth:`close`, which has to come before theirs and behind the
+    round stream's; then they have the tokens that were settled last.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        sequences: Sequence[hsswap.sequence.Sequence],
+        model: RowsModel,
+        *,
+        k: int,
+        vocab_size: int,
+        session_tokens: int = SESSION_TOKENS,
+    ) -> None:
+        if k < 1 or not sequences:
+            raise ArgumentError(f"{len(sequences)} sequences and {k} drafts; 1 or more of each")
+        self.vocab_size = vocab_size
+        self._k, self._session_tokens = k, session_tokens
+        self._stream, self._sequences, self._model = stream, sequences, model
+        self._steps: list[CapturedSteps] = []
+        self._sessions = AsyncExitStack()
+        self._positions = [sequence.length for sequence in sequences]
+        shape = (len(sequences), k + 1, vocab_size)
+        self._buffer = device.allocate(4 * int(np.prod(shape)))
+        self.logits = tensor_in(self._buffer, "f32", shape)
+
+    def verify(self, stream: Stream, bufs: StreamBufs) -> None:
+        """See :class:`Target`."""
+        for s, steps in enumerate(self._steps):
+            self._model(stream, steps, bufs.vtok.row(s), self.logits.row(s))
+
+    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+        """See :class:`Target`. Steps are opened for more tokens when those they have run out.
+
+        Raises OutOfSlots, with the number needed, when the tiers cannot hold every block of the
+        sequences, and OutOfBlocks.
+        """
+        if self._steps and all(
+            end <= steps.most_length for end, steps in zip(ends, self._steps, strict=True)
+        ):
+            return Admission(rounds)
+        if under_way:
+            return Admission(0)
+        await self._close_steps()
+        try:
+            await self._open_steps([max(end, p + self._session_tokens) for end, p in
+                                    zip(ends, self._positions, strict=True)])  # fmt: skip
+        except (OutOfBlocks, OutOfSlots):
+            await self._close_steps()
+            try:
+                await self._open_steps(ends)
+            except BaseException:
+                await self._close_steps()
+                raise
+        return Admission(rounds)
+
+    async def settle(self, positions: Sequence[int]) -> None:
+        """See :class:`Target`."""
+        self._positions = list(positions)
+
+    async def close(self) -> None:
+        """Give the sequences back, cut to what was settled, and free the logits. Twice is fine."""
+        await self._close_steps()
+        self._buffer.close()
+
+    async def _open_steps(self, ends: Sequence[int]) -> None:
+        for sequence, end in zip(self._sequences, ends, strict=True):
+            opened = sequence.captured(end - sequence.length, rows=self._k + 1, stream=self._stream)
+            self._steps.append(await self._sessions.enter_async_context(opened))
+        addresses = [addresses_of([steps.length], 1) for steps in self._steps]
+        self.length_addresses = np.concatenate(addresses)
+
+    async def _close_steps(self) -> None:
+        for steps, position in zip(self._steps, self._positions, strict=False):
+            steps.finish(position)
+        self._steps = []
+        self.length_addresses = None
+        await self._sessions.aclose()

@@ -1,0 +1,121 @@
+"""Rounds over captured steps of a swap: tokens of plain steps, and the sequences go on after."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+import hsswap
+from hsswap.config import SwapConfig
+from hsswap.errors import OutOfSlots
+from hsswap.io.memory import MemoryIO
+from hsswap.rounds import NgramDrafter, RoundStream, SequenceStart, StepsTarget
+from tests.rounds.attention_model import DIMS, VOCAB, Rows, run_rows
+from tests.rounds.models import GuessDrafter
+
+PROMPTS = [[1, 2, 3] * 30, [5, 4] * 3]
+COUNT = 90
+
+
+@asynccontextmanager
+async def swap_of(*, host_slots: int = 120) -> AsyncIterator[hsswap.HighSpeedSwap]:
+    """With fewer device slots than blocks."""
+    config = SwapConfig(
+        DIMS, 800, device_slots=44, host_slots=host_slots, max_sequences=2, tile_tokens=256
+    )
+    async with hsswap.HighSpeedSwap.open(config, io=MemoryIO()) as swap:
+        yield swap
+
+
+async def plain(prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens, one at a time."""
+    async with swap_of() as swap, swap.sequence() as sequence:
+        tokens = list(prompt)
+        tokens.append(int(np.argmax((await run_rows(sequence, prompt, 0))[-1])))
+        while len(tokens) < len(prompt) + count:
+            logits = await run_rows(sequence, tokens[-1:], len(tokens) - 1)
+            tokens.append(int(np.argmax(logits[-1])))
+        return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("k", "rounds", "session"), [(3, 4, 512), (4, 2, 20)])
+async def test_tokens_are_those_of_plain_steps(k: int, rounds: int, session: int) -> None:
+    """Two sequences, drafts often right, steps opened once and many times; then a plain step."""
+    expected = [await plain(prompt, COUNT + 2) for prompt in PROMPTS]
+    rng = np.random.default_rng(5)
+
+    def guess(tokens: list[int], k: int) -> list[int]:
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            whole = prompt + wanted
+            if tokens == whole[: len(tokens)]:
+                right = whole[len(tokens) : len(tokens) + k]
+                return [t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in right]
+        raise AssertionError("the stream has tokens of nobody")
+
+    async with swap_of() as swap, swap.sequence() as one, swap.sequence() as two:
+        sequences = [one, two]
+        firsts = []
+        for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+            firsts.append(int(np.argmax((await run_rows(sequence, prompt, 0))[-1])))
+        made = [[first] for first in firsts]
+        stream = swap.device.stream()
+        target = StepsTarget(
+            *(swap.device, stream, sequences, Rows(k + 1)),
+            k=k,
+            vocab_size=VOCAB,
+            session_tokens=session,
+        )
+        async with RoundStream(
+            *(swap.device, target, GuessDrafter(guess)),
+            k=k,
+            rounds=rounds,
+            batch=2,
+            history_tokens=300,
+            stream=stream,
+        ) as speculating:
+            await speculating.start(
+                [
+                    SequenceStart(prompt, first, len(prompt) + COUNT)
+                    for prompt, first in zip(PROMPTS, firsts, strict=True)
+                ]
+            )
+            async for burst in speculating.bursts():
+                for mine, tokens in zip(made, burst.tokens, strict=True):
+                    mine += tokens
+            assert speculating.acceptance.share > 0.4
+        await target.close()
+        await target.close()
+        stream.close()
+        for sequence, prompt, mine, wanted in zip(sequences, PROMPTS, made, expected, strict=True):
+            assert mine == wanted[: COUNT + 1]
+            assert sequence.length == len(prompt) + COUNT
+            logits = await run_rows(sequence, mine[-1:], sequence.length)
+            assert int(np.argmax(logits[-1])) == wanted[COUNT + 1]
+
+
+async def test_tiers_too_small_are_told() -> None:
+    """Rounds ahead need every block in memory: the error says how many slots, and the sequence is
+    as it was.
+    """
+    prompt = [1, 2, 3] * 200
+    async with swap_of(host_slots=34) as swap, swap.sequence() as sequence:
+        await run_rows(sequence, prompt, 0)
+        stream = swap.device.stream()
+        target = StepsTarget(swap.device, stream, [sequence], Rows(4), k=3, vocab_size=VOCAB)
+        async with RoundStream(
+            *(swap.device, target, NgramDrafter(swap.device)),
+            k=3,
+            rounds=2,
+            history_tokens=700,
+            stream=stream,
+        ) as speculating:
+            await speculating.start([SequenceStart(prompt, 1, len(prompt) + 20)])
+            with pytest.raises(OutOfSlots, match="host_slots"):
+                await anext(speculating.tokens())
+        await target.close()
+        stream.close()
+        assert sequence.length == len(prompt)
+        await run_rows(sequence, [1], len(prompt))
