@@ -7,7 +7,9 @@ stream order, into host memory. Once every layer has shown enough, a thread make
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,8 @@ from hsswap.errors import DeviceError
 from hsswap.loop import in_thread
 from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
+from hsswap.predictor.codes import PreparedBasis
+from hsswap.predictor.keeping import basis_key, load_basis, save_basis
 from hsswap.rope import F64
 
 if TYPE_CHECKING:
@@ -81,8 +85,16 @@ class Calibration:
     and :meth:`queries` are called under the swap's lock, from any thread.
     """
 
-    def __init__(self, swap: SwapState, predictor: CodesPredictor, config: PredictorConfig) -> None:
+    def __init__(
+        self,
+        swap: SwapState,
+        predictor: CodesPredictor,
+        config: PredictorConfig,
+        folder: Path | None,
+    ) -> None:
+        """``folder``: where the basis is kept for the next process, and taken from now. Blocks."""
         self._swap = swap
+        self._folder = folder
         self._predictor = predictor
         self._config = config
         self._watched: int | None = None
@@ -90,6 +102,10 @@ class Calibration:
         self._queries: list[_Shown] = []
         self._copies: list[_Copy] = []
         self._task: asyncio.Task[None] | None = None
+        self._key = basis_key(swap.config.dims, config)
+        kept = load_basis(folder, self._key) if folder is not None else ()
+        if kept:
+            predictor.install(predictor.prepare(kept))
 
     def keys(self, sequence: int, layer: int, first: int, keys: Tensor, stream: Stream) -> None:
         """A sequence is appending rows ``[n, H, dk]`` from position ``first`` on."""
@@ -222,13 +238,22 @@ class Calibration:
     async def _make(self) -> None:
         with_queries = self._least(self._queries) >= LEAST_TOKENS // QUERY_STEP
         try:
-            codecs = await in_thread(lambda: self._calibrate(with_queries))
+            basis = await in_thread(
+                lambda: self._predictor.prepare(self._calibrate(with_queries)), self._drop
+            )
             with self._swap.lock:
-                if not self._swap.closed:
-                    self._predictor.install(codecs)
+                self._predictor.install(basis)
+            folder = self._folder
+            if folder is not None:
+                with suppress(OSError):  # a full disk: the next process makes its own
+                    await in_thread(lambda: save_basis(folder, self._key, basis.codecs))
         finally:
             self._keys, self._queries = [], []
             self._watched = self._task = None
+
+    @staticmethod
+    def _drop(basis: PreparedBasis) -> None:
+        basis.memory.close()
 
     def _calibrate(self, with_queries: bool) -> tuple[HeadCodec, ...]:
         """The arithmetic, in a thread: what it reads no longer changes."""

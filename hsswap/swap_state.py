@@ -68,7 +68,8 @@ class SwapState:
             if self.predictor is not None:
                 self._resources.append(self.predictor)
                 if config.predictor is not None and isinstance(self.predictor, CodesPredictor):
-                    self.calibration = Calibration(self, self.predictor, config.predictor)
+                    folder = store.directory if store.persistent else None
+                    self.calibration = Calibration(self, self.predictor, config.predictor, folder)
                     self._resources.append(self.calibration)
             self._stream = device.stream()
             self._resources.append(self._stream)

@@ -22,7 +22,10 @@ PLAIN = (
     *("bf16", "checksum", "codec", "config", "errors", "metrics"),
     *("predictor_config", "rope", "validation"),
 )
-CONTRACTS = ("driver.base", "driver.codes_operations", "driver.operations", "driver.tensor")
+CONTRACTS = (
+    *("driver.base", "driver.tensor"),
+    *("driver.codes_operations", "driver.operations", "driver.round_operations"),
+)
 DECIDING = ("predictor", "tiers")
 WAITING = ("loop", "pools", "prefetch")
 # What an engine holds, and the parts it is made of.

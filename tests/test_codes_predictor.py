@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,3 +278,29 @@ async def test_a_swap_closed_or_a_call_cancelled_while_the_basis_is_made(
     if not turns % 2:
         with pytest.raises((ClosedError, asyncio.CancelledError)):
             await attending
+
+
+async def test_the_next_process_scores_the_same(case: Case, tmp_path: Path) -> None:
+    kept = replace(config(), directory=tmp_path / "store", persist=True, io="posix")
+    tokens = np.arange(1200)
+    async with HighSpeedSwap.open(kept) as swap:
+        async with swap.sequence(top_k=TOP_K) as sequence:
+            await prefill(sequence, case, 1200)
+            await sequence.commit(tokens)
+        async with await swap.open_prefix(tokens, top_k=TOP_K) as sequence:
+            first = [await step(sequence, case, row) for row in range(1200, 1204)]
+    async with HighSpeedSwap.open(kept) as swap:
+        assert predictor_of(swap).version == 1  # before anything was seen
+        async with await swap.open_prefix(tokens, top_k=TOP_K) as sequence:
+            assert missing(swap, sequence) == [0, 0]
+            again = [await step(sequence, case, row) for row in range(1200, 1204)]
+    for (chosen, out), (chosen2, out2) in zip(first, again, strict=True):
+        assert (chosen == chosen2).all()
+        assert (out == out2).all()
+    damaged = tmp_path / "store" / "predictor-basis.npz"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    async with HighSpeedSwap.open(kept) as swap:
+        assert not predictor_of(swap).ready
+    other = PredictorConfig("codes", metadata_ratio=1 / 16)
+    async with HighSpeedSwap.open(replace(kept, predictor=other)) as swap:
+        assert not predictor_of(swap).ready

@@ -12,6 +12,7 @@ what is in a plane).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,17 +133,16 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
 
     H heads, each part aligned to 16 bytes, M the largest m, P the largest n::
 
-        encode f32 [H, M, dk] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
-        bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in the dim u8 [H, 16 P]
-
-    ``encode`` and ``query`` have a row a code dim here, so that a row is read at once.
+        encode f32 [H, dk, M] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
+        bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in it u8 [H, 16 P] |
+        planes i32 [H] | planes of the heads before i32 [H]
     """
     most = max(len(codec.bits) for codec in codecs)
     planes = max(codec.planes for codec in codecs)
     dims = len(codecs[0].centre)
     heads = len(codecs)
-    parts: list[NDArray[np.float32] | NDArray[np.uint8]] = [
-        np.zeros((heads, most, dims), np.float32),
+    parts: list[NDArray[Any]] = [
+        np.zeros((heads, dims, most), np.float32),
         np.zeros((heads, most), np.float32),
         np.zeros((heads, most, dims), np.float32),
         np.zeros((heads, dims), np.float32),
@@ -152,12 +152,14 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
     ]
     for head, codec in enumerate(codecs):
         m, bits = len(codec.bits), len(codec.dim_of)
-        parts[0][head, :m] = codec.encode.T
+        parts[0][head, :, :m] = codec.encode
         parts[1][head, :m] = codec.bias
         parts[2][head, :m] = codec.query.T
         parts[3][head] = codec.centre
         parts[4][head, :m] = codec.bits
         parts[5][head, :bits] = codec.dim_of
         parts[6][head, :bits] = codec.bit_of
+    counts = np.array([codec.planes for codec in codecs], np.int32)
+    parts += [counts, (np.cumsum(counts) - counts).astype(np.int32)]
     raw = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)
     return np.frombuffer(raw, np.uint8)

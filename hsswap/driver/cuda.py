@@ -16,7 +16,15 @@ from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from hsswap.driver import checks, cuda_attention, cuda_operations, cuda_top_k, round_checks
+from hsswap.driver import (
+    checks,
+    codes_checks,
+    cuda_attention,
+    cuda_codes,
+    cuda_operations,
+    cuda_top_k,
+    round_checks,
+)
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
@@ -195,15 +203,20 @@ class CudaDevice(Device):
         self._enqueue(stream, "finalize", checks.finalize, cuda_attention.enqueue_finalize, work)
 
     def encode(self, stream: Stream, work: EncodeWork | EncodeCodesWork) -> None:
-        """See :class:`EncodeWork`."""
+        """See :class:`EncodeWork` and :class:`EncodeCodesWork`."""
         if isinstance(work, EncodeCodesWork):
-            raise DeviceError("the predictor 'codes' needs the host device; take 'projection'")
+            self._enqueue(stream, "encode", codes_checks.encode, cuda_codes.encode, work)
+            return
         self._enqueue(stream, "encode", checks.encode, cuda_operations.encode, work)
 
     def score(self, stream: Stream, work: ScoreWork | ScoreCodesWork) -> None:
-        """See :class:`ScoreWork`."""
+        """See :class:`ScoreWork` and :class:`ScoreCodesWork`."""
         if isinstance(work, ScoreCodesWork):
-            raise DeviceError("the predictor 'codes' needs the host device; take 'projection'")
+            outputs = ("scores",)
+            self._enqueue(
+                stream, "score", codes_checks.score, cuda_codes.score, work, outputs=outputs
+            )
+            return
         self._enqueue(stream, "score", checks.score, cuda_top_k.score, work, outputs=("scores",))
 
     def select(self, stream: Stream, work: SelectWork) -> None:

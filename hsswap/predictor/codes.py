@@ -6,7 +6,10 @@ buffer, when a block whose index lies there is first encoded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from hsswap.codec import PAGE_BLOCKS, HeadCodec
 from hsswap.config import LayerGroup, ModelDims
@@ -19,6 +22,7 @@ from hsswap.driver.codes_operations import (
     table_bytes,
 )
 from hsswap.driver.operations import I32, BlockPool
+from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError
 from hsswap.predictor.base import I64, Predictor, ScoreRequest
@@ -43,35 +47,34 @@ class CodesPredictor(Predictor):
     def ready(self) -> bool:
         return bool(self.codecs)
 
-    def install(self, codecs: tuple[HeadCodec, ...]) -> None:
-        """Take a basis: a codec for each KV head of each layer, in order.
+    def prepare(self, codecs: tuple[HeadCodec, ...]) -> PreparedBasis:
+        """Bring a basis to the device: a codec for each KV head of each layer, in order.
 
-        Blocks that were encoded before are without a code from now on. Raises ArgumentError for
-        another number of codecs or dims, DeviceError when there is no memory; nothing changed then.
+        Waits for the copy; any thread may call it. Raises ArgumentError for another number of
+        codecs or dims, DeviceError when there is no memory.
         """
-        heads = [group for group in self._dims.groups for _ in range(group.layers)]
-        wanted = [group.head_dim for group in heads for _ in range(group.kv_heads)]
+        groups = [group for group in self._dims.groups for _ in range(group.layers)]
+        wanted = [group.head_dim for group in groups for _ in range(group.kv_heads)]
         if [len(codec.centre) for codec in codecs] != wanted:
             raise ArgumentError(f"a basis of {len(codecs)} heads does not fit a model's {wanted}")
-        layers, tables = [], []
         at = iter(codecs)
-        try:
-            for group in heads:
-                own = tuple(next(at) for _ in range(group.kv_heads))
-                content = table_bytes(own)
-                tables.append(self._device.allocate_host(content.nbytes))
-                tensor = tensor_in(tables[-1], "u8", content.shape)
-                tensor.array()[...] = content
-                layers.append(_Layer(group, own, tensor))
-        except BaseException:
-            for buffer in tables:
-                buffer.close()
-            raise
+        of_layer = [tuple(next(at) for _ in range(group.kv_heads)) for group in groups]
+        contents = [table_bytes(own) for own in of_layer]
+        memory = _copied(self._device, np.concatenate(contents))
+        layers, offset = [], 0
+        for group, own, content in zip(groups, of_layer, contents, strict=True):
+            table = tensor_in(memory, "u8", content.shape, offset_bytes=offset)
+            layers.append(_Layer(group, own, table))
+            offset += content.nbytes
+        return PreparedBasis(codecs, layers, memory)
+
+    def install(self, basis: PreparedBasis) -> None:
+        """Use a basis from now on; blocks that were encoded before are without a code."""
         # What is enqueued may still read the old memory: it stays until the end.
-        self._memory += tables
-        self._layers = layers
+        self._memory.append(basis.memory)
+        self._layers = basis.layers
         self._coded[...] = False
-        self.codecs = codecs
+        self.codecs = basis.codecs
         self.version += 1
 
     def encode_work(
@@ -117,6 +120,31 @@ class CodesPredictor(Predictor):
                 shape = (PAGE_BLOCKS, count // PAGE_BLOCKS)
                 layer.pages.append(tensor_in(buffer, "u8", shape, offset_bytes=offset))
                 offset += count
+
+
+def _copied(device: Device, content: NDArray[np.uint8]) -> Buffer:
+    """Device memory that holds these bytes, a multiple of 4."""
+    memory = device.allocate(content.nbytes)
+    try:
+        with device.allocate_host(content.nbytes) as staging, device.stream() as stream:
+            words = (content.nbytes // 4,)
+            source = tensor_in(staging, "u32", words)
+            source.array()[...] = content.view(np.uint32)
+            device.copy_words(stream, CopyWork(source, tensor_in(memory, "u32", words)))
+            stream.synchronize()
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBasis:
+    """A basis whose tables are on the device, in ``memory``."""
+
+    codecs: tuple[HeadCodec, ...]
+    layers: list[_Layer]
+    memory: Buffer
 
 
 class _Layer:

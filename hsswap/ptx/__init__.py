@@ -29,6 +29,11 @@ KERNELS: dict[str, Kernel] = {
     # CHUNK: codes of one load.
     "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
+    "codes_encode": Kernel("codes_encode.cu", "codes_encode", True, _BY_ALIGNMENT),
+    "codes_prepare": Kernel("codes_prepare.cu", "codes_prepare", True, _BY_ALIGNMENT),
+    # TILED: tensor cores, for blocks of whole 16 tokens.
+    "codes_mass": Kernel("codes_mass.cu", "codes_mass", True, ({"TILED": 1}, {"TILED": 0})),
+    "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),
     "select": Kernel("select.cu", "select", True),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     **ATTENTION_KERNELS,
