@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
-from hsswap.driver.operations import AttentionState, FinalizeWork
+from hsswap.driver.operations import AttentionState
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import ExactPass, LayerCache
 from hsswap.pools import state_bytes, state_in
@@ -88,7 +88,7 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                     work.enqueue(ready, state)
                     launched.append(query.stream.record())
                 if work.finished:
-                    return _finish(swap, query, work, state)
+                    return _finish(swap, query, work)
                 blocks = work.needs()
             if len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
@@ -115,7 +115,7 @@ def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
             assert ready is not None  # all_in_host_tier, under the same lock
             swap.counters.host_hits += len(ready.slots)
             work.enqueue(ready, state)
-        return _finish(swap, query, work, state)
+        return _finish(swap, query, work)
 
 
 async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> AttendResult:
@@ -178,12 +178,14 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
 
 
 def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
+    lse = None if query.lse is None else query.lse.as_batch()
     return ExactPass(
         swap.device,
         query.stream,
         query.cache,
         query.indices,
         query.queries.as_batch(),
+        (query.out.as_batch(), lse),
         swap.config.tile_tokens,
         swap.release_after,
     )
@@ -201,9 +203,7 @@ def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[Attention
                 swap.release_now(query.cache.pool, work.unread)
 
 
-def _finish(swap: SwapState, query: Query, work: ExactPass, state: AttentionState) -> AttendResult:
-    lse = None if query.lse is None else query.lse.as_batch()
-    swap.device.finalize(query.stream, FinalizeWork(state, query.out.as_batch(), lse))
+def _finish(swap: SwapState, query: Query, work: ExactPass) -> AttendResult:
     swap.counters.attends += 1
     swap.counters.device_hits += work.device_hits
     nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)

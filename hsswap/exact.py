@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from hsswap.config import SPAN_TOKENS
 from hsswap.driver.base import Device, Event, Stream
-from hsswap.driver.operations import AttendWork, AttentionState, GatherWork, host_unit
+from hsswap.driver.operations import (
+    AttendWork,
+    AttentionState,
+    FinalizeWork,
+    GatherWork,
+    host_unit,
+)
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import OutOfSlots
 from hsswap.pools import GroupPool, RingRegion
@@ -81,8 +87,9 @@ def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> 
 class ExactPass:
     """One attend of one layer: which tile is next, what it needs, and its launches.
 
-    ``read(event, pool, host_slots)`` is called with the event behind the last work that reads a
-    tile's host slots, after which the leases can be given back.
+    ``queries`` ``[1, rows, Q, dk]``; ``outputs``: where the output goes, and the logsumexp if it is
+    wanted. ``read(event, pool, host_slots)`` is called with the event behind the last work that
+    reads a tile's host slots, after which the leases can be given back.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class ExactPass:
         cache: LayerCache,
         indices: I64,
         queries: Tensor,
+        outputs: tuple[Tensor, Tensor | None],
         tile_tokens: int,
         read: Callable[[Event, GroupPool, I32], None],
     ) -> None:
@@ -100,6 +108,7 @@ class ExactPass:
         self._cache = cache
         self._indices = indices
         self._queries = queries
+        self._outputs = outputs
         self._read = read
         self._in_place = device.reads_in_place(queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
@@ -253,6 +262,7 @@ class ExactPass:
 
     def _attend(self, tile: Tile, units: I32, state: AttentionState) -> None:
         pool = self._cache.pool
+        is_last = self.next_tile == len(self._tiles) - 1
         self._device.attend(
             self._stream,
             AttendWork(
@@ -266,5 +276,6 @@ class ExactPass:
                 state=state,
                 begin=self.next_tile == 0,
                 blocks=pool.blocks,
+                end=FinalizeWork(state, *self._outputs) if is_last else None,
             ),
         )

@@ -229,9 +229,8 @@ async def test_a_block_that_the_device_did_not_fill_never_reaches_the_disk(case:
         await asyncio.to_thread(stream.close)
 
 
-@pytest.mark.parametrize("name", ["attend", "finalize"])
 async def test_an_attend_whose_launch_is_refused_holds_nothing(
-    case: Case, monkeypatch: pytest.MonkeyPatch, name: str
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = await run(case, config_for(case), [TOKENS])
     async with watched(config_for(case)) as swap:
@@ -243,7 +242,7 @@ async def test_an_attend_whose_launch_is_refused_holds_nothing(
 
         for _ in range(3):
             with monkeypatch.context() as patch:
-                patch.setattr(swap.device, name, refused)
+                patch.setattr(swap.device, "attend", refused)
                 with pytest.raises(DeviceError):
                     await within(lambda: sequence.attend(0, case.queries[0]))
         result = await within(lambda: sequence.attend(0, case.queries[0]))

@@ -20,7 +20,7 @@ from hsswap import HighSpeedSwap, Sequence
 from hsswap.bench.common import MIN_SLICES, Interval
 from hsswap.bf16 import from_float32
 from hsswap.driver.base import Device, Stream
-from hsswap.driver.operations import AttendWork, FinalizeWork, GatherWork
+from hsswap.driver.operations import AttendWork, GatherWork
 from hsswap.errors import DeviceError
 from hsswap.models import Arrays, HostArrays
 
@@ -143,10 +143,6 @@ class Muted:
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """See Device."""
         self._do("attend", stream, work)
-
-    def finalize(self, stream: Stream, work: FinalizeWork) -> None:
-        """See Device."""
-        self._do("finalize", stream, work)
 
     def gather(self, stream: Stream, work: GatherWork) -> None:
         """See Device."""

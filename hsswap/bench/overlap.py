@@ -138,7 +138,7 @@ class _Bench:
 
             arms = {
                 "wall": without(),
-                "read": without("attend", "finalize"),
+                "read": without("attend"),
                 "compute": without("gather"),
             }
             turns = await Turns.of(arms, quick=self.quick)
@@ -183,7 +183,7 @@ class _Bench:
                 return await lab.seconds(lambda: token(sequence, products=True))
 
             async def read() -> float:
-                with muted(swap, "attend", "finalize"):
+                with muted(swap, "attend"):
                     return await lab.seconds(lambda: token(sequence, products=False))
 
             async def compute() -> float:
@@ -276,14 +276,13 @@ class _Bench:
 
     def _bare(self, swap: HighSpeedSwap, recorder: Muted) -> Callable[[], Awaitable[float]]:
         """Time of the kernels of one call, as the swap asked for them."""
-        attend, finalize = recorder.last["attend"], recorder.last["finalize"]
+        attend = recorder.last["attend"]
         if not self.lab.on_gpu:
             stream = swap.stream_of(None)
 
             async def host() -> float:
                 async def work() -> None:
                     swap.device.attend(stream, attend)
-                    swap.device.finalize(stream, finalize)
                     await stream.record().wait()
 
                 return await self.lab.seconds(work)
@@ -295,7 +294,7 @@ class _Bench:
         launcher = StaticLauncher(swap.device)  # type: ignore[arg-type]
         ours = swap.stream_of(self.lab.stream)
         graph = Graph(
-            [lambda: enqueue_attend(launcher, ours, attend, finalize)], self.lab.torch_stream
+            [lambda: enqueue_attend(launcher, ours, attend, attend.end)], self.lab.torch_stream
         )
 
         async def replayed() -> float:
