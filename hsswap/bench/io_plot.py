@@ -44,9 +44,9 @@ def draw(path: Path, report: dict[str, Any]) -> None:
                 places = [place + number / (len(arms) + 1) for place in range(len(sizes))]
                 heights = [values.get(size, 0) for size in sizes]
                 colour = COLOURS.get(arm, "#000000")
-                label, hatch = (arm, "") if memory == "host" else (f"{arm} to {memory}", "//")
+                named, hatch = (arm, "") if memory == "host" else (f"{arm} to {memory}", "//")
                 width = 1 / (len(arms) + 1)
-                axis.bar(places, heights, width, label=label, color=colour, hatch=hatch)
+                axis.bar(places, heights, width, label=named, color=colour, hatch=hatch)
             axis.set_xticks(range(len(sizes)), [f"{size} KiB" for size in sizes])
             axis.set_ylabel(label)
             axis.set_title(f"{operation}, {depth} in flight")

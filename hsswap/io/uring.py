@@ -53,6 +53,7 @@ new work early, in small portions, is idle for less time than one that waits for
 Quick hooks run on the loop's thread (1 MiB in 30 us). A thread for them costs more than it takes
 away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer transfers,
 and hooks that are not ``quick``, do go to a thread."""
+INLINE_BYTES = 1 << 20
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -216,7 +217,7 @@ class UringIO(CountedIO):
             transfer, error = moved[0]
             nbytes, reading = transfer.nbytes, transfer.operation is Operation.READ
             if reading and error is None and transfer.verify is not None:
-                if not transfer.quick or nbytes > TURN_BYTES:
+                if not transfer.quick or nbytes > INLINE_BYTES:
                     long.append(transfer)
                     moved.popleft()
                     continue
@@ -280,7 +281,7 @@ class UringIO(CountedIO):
             if transfer.deadline is not None and time.monotonic() > transfer.deadline:
                 what = f"{transfer.operation.value} of {transfer.file.path}"
                 self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
-            elif hook and (nbytes > TURN_BYTES or not transfer.quick):
+            elif hook and (nbytes > INLINE_BYTES or not transfer.quick):
                 long.append(transfer)
             elif hook and (error := run_hook(transfer)):
                 self._end(transfer, error, nbytes)

@@ -51,7 +51,7 @@ async def test_reads_to_a_device_are_verified_and_counted(
         assert arm.destination == f"device {name}"
         await arm.close()
         assert device.live_count == before
-    await filled.store.close()
+        await filled.store.close()  # kvikio must give memory back while the context is there
 
 
 @on_device
@@ -72,7 +72,7 @@ async def test_wrong_bytes_on_a_device_are_told(
         with pytest.raises(BenchError, match=f"came to device {name} wrong"):
             await arm.verify()
         await arm.close()
-    await filled.store.close()
+        await filled.store.close()
 
 
 @pytest.mark.parametrize("name", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -96,7 +96,7 @@ async def test_the_device_finds_the_block_that_is_wrong(name: str, tmp_path: Pat
         errors = (await outcome.end()).errors
         assert {at: type(error) for at, error in errors.items()} == {5: CorruptBlock}
         there.close()
-    await filled.store.close()
+        await filled.store.close()
 
 
 def test_sequences_that_grow_in_turns_have_extents_of_their_own() -> None:
