@@ -21,6 +21,9 @@ from hsswap.io.problems import io_error
 
 T = TypeVar("T")
 
+DELIVERIES = 16
+"""Ends told in one go; then the loop has its turn, however many threads go on adding to them."""
+
 
 @dataclass(eq=False, slots=True)
 class Job:
@@ -162,21 +165,22 @@ class ThreadedIO(CountedIO):
             self._condition.notify(len(work))
 
     def _deliver(self) -> None:
-        """Hand out what has ended. Scheduled by the threads."""
+        """Hand out what has ended, so many at a time. Scheduled by the threads."""
         self._wake_pending = False
         completed = self._completed
         try:
-            while completed:
+            for _ in range(min(len(completed), DELIVERIES)):
                 item, error = completed.popleft()
                 if isinstance(item, Job):
                     self._deliver_job(item, error)
                 else:
                     self._end_transfer(item, error, item.nbytes)
-                if not completed and self.after_deliveries is not None:
-                    self.after_deliveries()
+            if self.after_deliveries is not None:
+                self.after_deliveries()
         finally:
-            # Left over only when KeyboardInterrupt or SystemExit came through an on_done.
-            if completed and self._loop is not None:
+            # Left over: more than that, or KeyboardInterrupt or SystemExit came through an on_done.
+            if completed and not self._wake_pending and self._loop is not None:
+                self._wake_pending = True
                 self._loop.call_soon(self._deliver)
             self._tell_idle()
 
