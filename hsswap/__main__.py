@@ -99,6 +99,12 @@ BENCHES = (
         "hsswap.bench.decode",
         "hsswap.bench.decode",
     ),
+    Command(
+        "rounds",
+        "speculative rounds ahead of the host, beside one read-back a round",
+        "hsswap.bench.rounds",
+        "hsswap.bench.rounds",
+    ),
 )
 
 

@@ -1,0 +1,166 @@
+"""``hsswap bench rounds``: speculative rounds ahead of the host, beside one read-back a round.
+
+R1: bursts of four rounds against the same rounds, captured alike and with the same adaptive depth,
+whose results the host reads one by one; against rounds that are not captured; and against plain
+steps. Tokens a second, accepted drafts, time of the calling thread a token. All arms run in turns,
+and every run's tokens are compared with those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsswap.bench.common import Interval, Machine
+from hsswap.bench.lab import Turns, tell
+from hsswap.bench.rounds_arms import WAYS, HostEngine, Told, arm_of, prompts_of
+from hsswap.commands.interrupts import Interrupts
+from hsswap.errors import ArgumentError
+from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
+from hsswap.models.llama import LayerWeights, LlamaWeights
+
+Row = dict[str, Any]
+BATCHES = (1, 4, 16)
+SMALL = LlamaConfig(
+    layers=3, width=64, q_heads=4, kv_heads=2, head_dim=16, ffn_width=96, rope_base=1e4,
+    rope_dims=16, rope_factor=1.0, rms_eps=1e-5, context_tokens=1024, vocab_size=40,
+    tied_embeddings=True,
+)  # fmt: skip
+TEXT = """\
+for name in names:
+    total += counts[name]
+    if counts[name] > limit:
+        over.append(name)
+for name in over:
+    total -= counts[name]
+    print(name, counts[name])
+"""
+"""What prompts are cut from: code, which n-grams like."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything ``hsswap bench rounds`` takes."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    add("--quick", action="store_true", help="a small model and few turns: a check, no figures")
+    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--model", type=Path, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
+    add("--batch", default=",".join(map(str, BATCHES)), metavar="N,N", help="sequences (1,4,16)")
+    add("--draft", type=int, default=4, metavar="K", help="drafts a round (4)")
+    add("--tokens", type=int, default=48, metavar="N", help="tokens of each sequence a run (48)")
+    add("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (128)")
+
+
+def main(args: argparse.Namespace, _: Interrupts) -> int:
+    """Measure on the host device. Returns 0; raises VerifyError for wrong tokens."""
+    batches = _numbers(args.batch)
+    for name, value in (("--draft", args.draft), ("--tokens", args.tokens)):
+        if value < 1:
+            raise ArgumentError(f"{name} is {value}; 1 and more")
+    if args.quick:
+        model, text = small_model(), list(range(SMALL.vocab_size)) * 4
+    else:
+        file = open_gguf(args.model or default_model_path())
+        model, text = Llama.from_gguf(file), Tokenizer.from_gguf(file).encode(TEXT)
+    rows: list[Row] = []
+    for batch in batches:
+        prompts = prompts_of(text, batch, args.prompt)
+        rows += asyncio.run(_measure(model, prompts, args.tokens, args.draft, args.quick))
+    result = {
+        "bench": "rounds",
+        "quick": bool(args.quick),
+        "machine": Machine.here().as_dict(),
+        "device": "host",
+        "k": args.draft,
+        "tokens": args.tokens,
+        "rows": rows,
+    }
+    text_of_all = json.dumps(result, indent=1)
+    if args.out:
+        args.out.write_text(text_of_all + "\n")
+    if args.json:
+        print(text_of_all)
+    return 0
+
+
+async def _measure(
+    model: Llama, prompts: list[list[int]], tokens: int, k: int, quick: bool
+) -> list[Row]:
+    """All arms for one batch, a row each."""
+    told = {way.name: Told() for way in WAYS}
+    async with AsyncExitStack() as streams:
+        engine = streams.enter_context(HostEngine(model, prompts, tokens, k))
+        expected = engine.plain(engine.rewind())
+        arms = {}
+        for way in WAYS:
+            stream = None
+            if way.rounds:
+                stream = await streams.enter_async_context(engine.stream(way))
+            arms[way.name] = arm_of(engine, way, stream, expected, told[way.name])
+        turns = await Turns.of(arms, quick=quick)
+    return [_row(way.name, len(prompts), turns, told[way.name]) for way in WAYS]
+
+
+def _row(name: str, batch: int, turns: Turns, told: Told) -> Row:
+    rate = Interval.of([1 / seconds for seconds in turns.seconds[name]])
+    row: Row = {
+        "arm": name,
+        "batch": batch,
+        "tokens_per_s": _plain(rate),
+        "host_us_per_token": 1e6 * told.host_s / told.tokens,
+        "acceptance": None if told.acceptance is None else told.acceptance.share,
+        "tokens_per_round": None if told.acceptance is None else told.acceptance.tokens_a_round,
+    }
+    for other in ("plain", "eager", "read-back"):
+        ratio = turns.of_turns(lambda other=other, **s: s[other] / s[name])
+        row[f"against_{other.replace('-', '_')}"] = _plain(ratio)
+    tell(
+        f"batch {batch:2} {name:10} {rate.median:8.2f} tokens/s, "
+        f"{row['against_plain']['median']:.2f}x plain"
+        + ("" if told.acceptance is None else f", {told.acceptance.tokens_a_round:.2f} a round")
+    )
+    return row
+
+
+def _plain(interval: Interval) -> dict[str, float]:
+    return {"median": interval.median, "low": interval.low, "high": interval.high}
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ArgumentError(f"--batch is {text!r}; give numbers of sequences: 1,4,16")
+    return numbers
+
+
+def small_model() -> Llama:
+    """A Llama with random weights, for a check of the bench itself."""
+    c, rng = SMALL, np.random.default_rng(7)
+
+    def matrix(rows: int, columns: int) -> Any:
+        return (rng.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+
+    ones = np.ones(c.width, np.float32)
+    heads = c.q_heads + 2 * c.kv_heads
+    layers = tuple(
+        LayerWeights(
+            ones,
+            matrix(heads * c.head_dim, c.width),
+            matrix(c.width, c.q_heads * c.head_dim),
+            ones,
+            matrix(2 * c.ffn_width, c.width),
+            matrix(c.width, c.ffn_width),
+        )
+        for _ in range(c.layers)
+    )
+    embedding = matrix(c.vocab_size, c.width) * np.float32(8.0)
+    return Llama(c, LlamaWeights(embedding, layers, ones, embedding, None))
