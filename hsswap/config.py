@@ -23,8 +23,9 @@ from hsswap.validation import require_integers as _require_integers
 DISK_ALIGNMENT = 4096
 """Bytes. Block sizes, file offsets and host slots are multiples of it (direct I/O)."""
 
-SPAN_TOKENS = 256
-"""Partials of attention belong to spans of at least this many tokens, at fixed positions."""
+SPAN_TOKENS, CUDA_SPAN_TOKENS = 256, 1024
+"""Partials of attention belong to spans of at least this many tokens, at fixed positions; those of
+a GPU to spans of the second number. A tile is whole spans."""
 
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
@@ -192,9 +193,10 @@ class SwapConfig:
     temporary folder).
     ``device``: ``"host"`` or ``"cuda:N"``. ``io``: ``"auto"``, ``"posix"`` or ``"memory"``.
     ``io_threads``: threads of the posix backend. ``tile_tokens``: tokens that exact attention
-    brings in at a time, a multiple of 256. ``look_ahead``: read the next layer while this one is
-    attended. ``persist``: the store in ``directory`` outlives the swap, and what a sequence has
-    committed is found again by :meth:`~hsswap.HighSpeedSwap.open_prefix`; it is opened with the
+    brings in at a time, a multiple of 256; on a GPU raised to 1,024 at least. ``look_ahead``: read
+    the next layer while this one is attended. ``persist``: the store in ``directory`` outlives the
+    swap, and what a sequence has committed is found again by
+    :meth:`~hsswap.HighSpeedSwap.open_prefix`; it is opened with the
     same ``dims``, ``capacity_tokens`` and ``fingerprint``, which names the model and its weights.
     ``disk_bytes``: what its files may take in all (None: what the capacity needs). ``predictor``:
     what top-k mode ranks blocks with, in device memory beside the slots;
@@ -246,6 +248,8 @@ class SwapConfig:
             self.tile_tokens >= SPAN_TOKENS and self.tile_tokens % SPAN_TOKENS == 0,
             f"tile_tokens is {self.tile_tokens}; it must be a multiple of {SPAN_TOKENS}",
         )
+        if self.tile_tokens < self.span_tokens:
+            object.__setattr__(self, "tile_tokens", self.span_tokens)
         heads = max(group.kv_heads for group in self.dims.groups)
         for name in ("device_slots", "host_slots"):
             value = getattr(self, name)
@@ -269,6 +273,11 @@ class SwapConfig:
             f"host_slots is {self.host_slots}; {need} are needed: two tiles of "
             f"{self.tile_blocks} blocks in each of {len(self.dims.groups)} layer group(s)",
         )
+
+    @property
+    def span_tokens(self) -> int:
+        """Tokens of a span on the device, the least that a tile can be."""
+        return SPAN_TOKENS if self.device == "host" else CUDA_SPAN_TOKENS
 
     @property
     def capacity_blocks(self) -> int:
@@ -329,6 +338,7 @@ class SwapConfig:
         *,
         max_sequences: int = 1,
         predictor: PredictorConfig | None = None,
+        device: str = "host",
     ) -> SwapConfig:
         """Settings for ``tokens`` tokens, all sequences together, within the given bytes.
 
@@ -342,13 +352,14 @@ class SwapConfig:
         host_bytes = _integer(host_bytes, "host_bytes")
         _require(tokens >= 1, f"tokens is {tokens}; give 1 or more")
         _require(max_sequences >= 1, f"max_sequences is {max_sequences}; give 1 or more")
-        ring = 2 * dims.span_blocks * len(dims.groups)
+        span_tokens = SPAN_TOKENS if device == "host" else CUDA_SPAN_TOKENS
+        ring = 2 * (span_tokens // dims.block_size) * len(dims.groups)
         active = max_sequences * dims.layers
         unit_slot_bytes = max(g.kv_heads * dims.unit_bytes(g) for g in dims.groups)
         host_slot_bytes = max(dims.block_bytes(g) for g in dims.groups)
         least = cls(
             dims, tokens, ring + active, ring, max_sequences, predictor=predictor,
-            tile_tokens=SPAN_TOKENS,
+            tile_tokens=span_tokens, device=device,
         )  # fmt: skip
         need = (ring + active) * unit_slot_bytes + least.code_bytes
         _require(
@@ -359,13 +370,13 @@ class SwapConfig:
         need = ring * host_slot_bytes
         _require(
             host_bytes >= need,
-            f"host_bytes is {host_bytes}; give {need} or more: two tiles of {SPAN_TOKENS} tokens "
+            f"host_bytes is {host_bytes}; give {need} or more: two tiles of {span_tokens} tokens "
             "in each layer group",
         )
         most = ring + active + dims.layers * (dims.blocks_of(tokens) + 1)
         device_slots = min((device_bytes - least.code_bytes) // unit_slot_bytes, most)
         host_slots = min(host_bytes // host_slot_bytes, most)
-        tile_tokens = SPAN_TOKENS
+        tile_tokens = span_tokens
         while tile_tokens < 8 * SPAN_TOKENS:
             ring *= 2
             if ring + active > device_slots or 2 * ring > min(device_slots, host_slots):
@@ -373,5 +384,5 @@ class SwapConfig:
             tile_tokens *= 2
         return cls(
             dims, tokens, device_slots, host_slots, max_sequences, predictor=predictor,
-            tile_tokens=tile_tokens,
+            tile_tokens=tile_tokens, device=device,
         )  # fmt: skip

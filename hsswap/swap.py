@@ -10,6 +10,7 @@ import asyncio
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -76,6 +77,8 @@ class HighSpeedSwap(BatchCalls):
             if used is None:
                 used = await in_thread(lambda: open_device(config.device), Device.close)
             undo.push_async_callback(in_thread, used.close)
+            if used.name != config.device:
+                config = replace(config, device=used.name)  # a tile there may be larger
             store = await BlockStore.open(
                 config.dims,
                 None if config.directory is None else Path(config.directory),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, Sequence, SwapConfig, TopK
-from hsswap.config import PredictorConfig
+from hsswap.config import CUDA_SPAN_TOKENS, SPAN_TOKENS, PredictorConfig
 from hsswap.driver.base import Buffer, Device
 from hsswap.driver.tensor import Tensor, tensor_in
 from tests.swap_cases import Case, random_case
@@ -28,12 +28,13 @@ MOST_ASKED = 33
 ROWS = (1, 1, 1, 1, 2, 3, 9, 17, 40, 300, 700, 700)
 
 
-def tight(*, top_k: TopK | None = None, tile_tokens: int = 256) -> SwapConfig:
+def tight(*, top_k: TopK | None = None, device: str = "host") -> SwapConfig:
     """Device slots for a sixteenth of the blocks, host slots for a quarter, or the least that
     works.
     """
     blocks = DIMS.layers * DIMS.blocks_of(BRANCHES * MOST_TOKENS)
     caches = 0 if top_k is None else BRANCHES * DIMS.layers * top_k.cache_blocks(DIMS.block_size)
+    tile_tokens = SPAN_TOKENS if device == "host" else CUDA_SPAN_TOKENS
     least = 2 * tile_tokens // DIMS.block_size * len(DIMS.groups)
     return SwapConfig(
         DIMS,
@@ -41,7 +42,8 @@ def tight(*, top_k: TopK | None = None, tile_tokens: int = 256) -> SwapConfig:
         device_slots=max(blocks // 16, least + BRANCHES * DIMS.layers) + 2 * caches,
         host_slots=max(blocks // 4, least),
         max_sequences=BRANCHES,
-        tile_tokens=tile_tokens,
+        device=device,
+        tile_tokens=SPAN_TOKENS,
         predictor=PredictorConfig(rank=8),
     )
 

@@ -198,3 +198,17 @@ def test_predictor_settings_are_checked(wrong: dict[str, Any], message: str) -> 
         PredictorConfig(**wrong)
     with pytest.raises(ConfigError, match="32 RoPE dims do not fit heads of 16"):
         LayerGroup(1, 2, 1, 16, rope=Rope(dims=32))
+
+
+def test_a_tile_holds_a_span_of_the_device() -> None:
+    dims = ModelDims.uniform(layers=2, q_heads=4, kv_heads=2, head_dim=64)
+    config = SwapConfig(dims, 4096, 400, 400, device="cuda:0", tile_tokens=256)
+    assert config.tile_tokens == config.span_tokens == 1024
+    assert SwapConfig(dims, 4096, 400, 400, tile_tokens=256).tile_tokens == 256
+    with pytest.raises(ConfigError, match="130 are needed"):
+        SwapConfig(dims, 4096, 129, 400, device="cuda:0", tile_tokens=256)
+    unit = dims.block_bytes(dims.groups[0])
+    planned = SwapConfig.plan(dims, 4096, 140 * unit, 140 * unit, device="cuda:0")
+    assert (planned.tile_tokens, planned.device) == (1024, "cuda:0")
+    with pytest.raises(ConfigError, match="two tiles of 1024"):
+        SwapConfig.plan(dims, 4096, 140 * unit, 100 * unit, device="cuda:0")

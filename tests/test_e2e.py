@@ -46,8 +46,8 @@ def device_named(name: str) -> Device:
 
 
 def tight_on(name: str, top_k: TopK | None = None) -> SwapConfig:
-    """Few slots; a tile is at least a span of the device."""
-    return tight(top_k=top_k, tile_tokens=1024 if name.startswith("cuda") else 256)
+    """Few slots; the least that works depends on the device's spans."""
+    return tight(top_k=top_k, device="host" if name == "linked" else name)
 
 
 async def life_on(swap: HighSpeedSwap, seed: int, steps: int, top_k: TopK | None) -> Log:

@@ -268,7 +268,17 @@ def test_slots_are_compared_with_memory(tiny: TinyRun) -> None:
     ):
         check_memory(config, LEAST_SLOTS, LEAST_HOST_SLOTS, LEAST_HOST_SLOTS * 4096 - 1)
     # Slots of a GPU are not in this memory.
-    check_memory(replace(config, device="cuda:0"), 1 << 40, LEAST_HOST_SLOTS, nbytes)
+    on_gpu = replace(config, device="cuda:0", device_slots=200, host_slots=200)
+    check_memory(on_gpu, 1 << 40, LEAST_HOST_SLOTS, nbytes)
+
+
+@pytest.mark.parametrize("mode", ["exact", "topk"])
+def test_tiles_are_spans_of_the_device(tiny: TinyRun, mode: str) -> None:
+    words = ("--mode", mode, "--slots", "400", "--host-slots", "130")
+    assert tiny.job(*words).plan.config.tile_tokens == 512
+    assert tiny.job(*words, "--device", "cuda:0").plan.config.tile_tokens == 1024
+    with pytest.raises(ConfigError, match="two tiles of 1024"):
+        tiny.job("--mode", mode, "--slots", "100", "--device", "cuda:0")
 
 
 def test_must_read(tiny: TinyRun) -> None:

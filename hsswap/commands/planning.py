@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hsswap.commands.generate_args import GenerateOptions
 from hsswap.commands.words import size
-from hsswap.config import SPAN_TOKENS, ModelDims, PredictorConfig, SwapConfig
+from hsswap.config import CUDA_SPAN_TOKENS, SPAN_TOKENS, ModelDims, PredictorConfig, SwapConfig
 from hsswap.errors import ConfigError
 from hsswap.topk import TopK
 
@@ -50,18 +50,19 @@ def make_plan(
     """
     # A sequence of its own fills the capacity: whole blocks, and nothing to spare.
     cache_blocks = dims.layers * dims.blocks_of(tokens)
+    least_tile = SPAN_TOKENS if options.device == "host" else CUDA_SPAN_TOKENS
     top_k = None
     slots, host_slots = options.slots, options.host_slots
     if options.mode == "topk":
-        top_k = _top_k(dims, tokens, slots)
-        slots = slots or _top_k_slots(dims, top_k)
+        top_k = _top_k(dims, tokens, slots, least_tile)
+        slots = slots or _top_k_slots(dims, top_k, least_tile)
     if slots is None:
-        slots = max(_least_slots(dims, SPAN_TOKENS), cache_blocks // (2 * CACHE_SHARE))
+        slots = max(_least_slots(dims, least_tile), cache_blocks // (2 * CACHE_SHARE))
     if host_slots is None:
-        host_slots = max(_ring(dims, SPAN_TOKENS), cache_blocks // (2 * CACHE_SHARE))
+        host_slots = max(_ring(dims, least_tile), cache_blocks // (2 * CACHE_SHARE))
     spare = slots if top_k is None else slots - dims.layers * top_k.cache_blocks(dims.block_size)
-    tile_tokens = best_tile(dims, spare, host_slots)
-    tiles = f"{_ring(dims, SPAN_TOKENS)} for two tiles of {SPAN_TOKENS} tokens"
+    tile_tokens = best_tile(dims, spare, host_slots, least_tile)
+    tiles = f"{_ring(dims, least_tile)} for two tiles of {least_tile} tokens"
     each = f"{tiles} and 1 for each of {dims.layers} layers"
     _check(slots, _least_slots(dims, tile_tokens), "--slots", each)
     _check(host_slots, _ring(dims, tile_tokens), "--host-slots", tiles)
@@ -116,14 +117,16 @@ def _too_many(name: str, slots: int, nbytes: int, most: int) -> str:
     )
 
 
-def best_tile(dims: ModelDims, slots: int, host_slots: int) -> int:
+def best_tile(dims: ModelDims, slots: int, host_slots: int, least_tile: int = SPAN_TOKENS) -> int:
     """Tokens of the largest tile that leaves half of each tier to the cache, else the smallest."""
     for tile_tokens in TILE_TOKENS:
+        if tile_tokens < least_tile:
+            break
         ring = _ring(dims, tile_tokens)
         fits = _least_slots(dims, tile_tokens) <= slots
         if fits and ring * RING_SHARE_MAX <= min(slots, host_slots):
             return tile_tokens
-    return SPAN_TOKENS
+    return least_tile
 
 
 def _ring(dims: ModelDims, tile_tokens: int) -> int:
@@ -136,22 +139,22 @@ def _least_slots(dims: ModelDims, tile_tokens: int) -> int:
     return _ring(dims, tile_tokens) + dims.layers
 
 
-def _top_k_slots(dims: ModelDims, top_k: TopK) -> int:
+def _top_k_slots(dims: ModelDims, top_k: TopK, least_tile: int) -> int:
     """Device slots that top-k mode needs; the ring is there for prefill, which is exact."""
-    return _least_slots(dims, SPAN_TOKENS) + dims.layers * top_k.cache_blocks(dims.block_size)
+    return _least_slots(dims, least_tile) + dims.layers * top_k.cache_blocks(dims.block_size)
 
 
-def _top_k(dims: ModelDims, tokens: int, slots: int | None) -> TopK:
+def _top_k(dims: ModelDims, tokens: int, slots: int | None, least_tile: int) -> TopK:
     """The default k, or with ``slots`` the largest that fits. Raises ConfigError if none does."""
     if slots is None:
         return TopK(max(TOP_K_MIN, round(TOP_K_SHARE * dims.blocks_of(tokens))))
     smallest = TopK(1)
-    need = _top_k_slots(dims, smallest)
+    need = _top_k_slots(dims, smallest, least_tile)
     if slots < need:
         pinned = smallest.pinned_blocks(dims.block_size)
         raise ConfigError(
-            f"--slots is {slots}; topk needs {need} for k = 1: {_ring(dims, SPAN_TOKENS)} for two "
-            f"tiles of {SPAN_TOKENS} tokens, and for each of {dims.layers} layers 1 being filled, "
+            f"--slots is {slots}; topk needs {need} for k = 1: {_ring(dims, least_tile)} for two "
+            f"tiles of {least_tile} tokens, and for each of {dims.layers} layers 1 being filled, "
             f"{pinned} always attended and {smallest.cache_factor} for each of the k best"
         )
     return TopK(1 + (slots - need) // (dims.layers * smallest.cache_factor))

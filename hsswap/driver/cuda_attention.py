@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from hsswap.config import LayerGroup
+from hsswap.config import CUDA_SPAN_TOKENS, LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_attention_params import (
     LEAF_TOKENS,
@@ -33,7 +33,7 @@ from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.operations import AttendWork, FinalizeWork
 from hsswap.driver.tensor import Tensor, contiguous_strides
 
-SPAN_TOKENS = 1024
+SPAN_TOKENS = CUDA_SPAN_TOKENS
 """Tokens of a span. Constant, so that rows of one call may lie on both sides of any length."""
 
 TILE_PAIRS = 64
