@@ -36,7 +36,8 @@ class AttendResult:
     ``out`` is the array given, or the one made: ``[rows, q_heads, value_dim]``, BF16; its bytes are
     there once :meth:`done` or :meth:`synchronize` returned. ``left_out_mass`` ``[kv_heads]``: the
     share of predicted attention mass that top-k left out (0 in exact mode). ``chosen``
-    ``[kv_heads, n]``: the full blocks attended in top-k mode, None for all.
+    ``[kv_heads, n]``: the full blocks attended in top-k mode (-1: none, with a bound on the share
+    left out), None for all.
     """
 
     out: object
@@ -173,7 +174,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
         counters.left_out_mass += float(left_out.mean())
         counters.misses += missed
         counters.host_hits += len(wanted) - missed
-        counters.device_hits += len(np.unique(chosen)) - len(wanted)
+        counters.device_hits += len(np.unique(chosen[chosen >= 0])) - len(wanted)
         return AttendResult(query.out_object, stream.record(), left_out, chosen)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from hsswap.driver.operations import (
     FinalizeWork,
     GatherWork,
     SelectWork,
+    TrimWork,
     UnitCache,
 )
 from hsswap.driver.tensor import Tensor, tensor_in
@@ -47,14 +48,18 @@ class TopK:
 
     ``k`` blocks a KV head are chosen by the predictor, beside the first block and the last 128
     tokens. ``cache_factor``: unit slots a KV head keeps, in multiples of k; a small Llama missed 18
-    to 22 % of what it chose at 1, 6 to 8 % at 2 and 3 to 4 % at 4.
+    to 22 % of what it chose at 1, 6 to 8 % at 2 and 3 to 4 % at 4. ``left_out_bound``: attend fewer
+    than k blocks, but ``least_k``, where the predicted share left out stays within it all the same;
+    None: always k. Captured steps attend k.
     """
 
     k: int
     cache_factor: int = 2
+    left_out_bound: float | None = None
+    least_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("k", "cache_factor"):
+        for name in ("k", "cache_factor", "least_k"):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number")
@@ -62,6 +67,11 @@ class TopK:
             raise ConfigError(f"k is {self.k}; at least one block must be chosen")
         if self.cache_factor < 1:
             raise ConfigError(f"cache_factor is {self.cache_factor}; 1 and more")
+        if not 0 <= self.least_k <= self.k:
+            raise ConfigError(f"least_k is {self.least_k}; it must be from 0 to k ({self.k})")
+        bound = self.left_out_bound
+        if bound is not None and not (isinstance(bound, Real) and 0 <= bound <= 1):
+            raise ConfigError(f"left_out_bound is {bound!r}; a share is from 0 to 1")
 
     def pinned_blocks(self, block_size: int) -> int:
         """Blocks always chosen: the first, and those of the last 128 tokens."""
@@ -246,6 +256,21 @@ class TopKLayer:
                 left_out=choice.left_out,
             ),
         )
+        if self._settings.left_out_bound is not None:
+            device.trim(
+                stream,
+                TrimWork(
+                    scores=scores,
+                    pinned=self.pinned(blocks),
+                    bound=self._settings.left_out_bound,
+                    least=self._settings.least_k,
+                    cache=self.cache_tables,
+                    chosen=choice.chosen,
+                    chosen_slots=choice.slots,
+                    missing=choice.missing,
+                    left_out=choice.left_out,
+                ),
+            )
         self.step += 1
         return choice
 

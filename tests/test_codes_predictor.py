@@ -11,7 +11,7 @@ import pytest
 
 from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, Rope, Sequence, SwapConfig, TopK
 from hsswap.bf16 import from_float32, to_float32
-from hsswap.errors import BlockIOError, ClosedError
+from hsswap.errors import BlockIOError, ClosedError, ConfigError
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.predictor import CodesPredictor
 from tests.swap_cases import Case, random_case
@@ -304,3 +304,38 @@ async def test_the_next_process_scores_the_same(case: Case, tmp_path: Path) -> N
     other = PredictorConfig("codes", metadata_ratio=1 / 16)
     async with HighSpeedSwap.open(replace(kept, predictor=other)) as swap:
         assert not predictor_of(swap).ready
+
+
+async def test_a_bound_on_what_is_left_out_attends_fewer_blocks(case: Case) -> None:
+    counts = []
+    for bound in (0.0, 0.5, 0.9):
+        top_k = replace(TOP_K, left_out_bound=bound, least_k=2)
+        async with (
+            HighSpeedSwap.open(config(), io=MemoryIO()) as swap,
+            swap.sequence(top_k=top_k) as sequence,
+        ):
+            await prefill(sequence, case, 1200)
+            count = 0
+            for row in range(1200, 1210):
+                part = slice(row, row + 1)
+                await sequence.append(0, case.keys[0][part], case.values[0][part])
+                result = await sequence.attend(0, case.queries[0][part])
+                await result.done()
+                assert result.chosen is not None
+                kept = [head[head >= 0] for head in result.chosen]
+                for head, own in enumerate(kept):
+                    full = len(own) == result.chosen.shape[1]
+                    assert full or result.left_out_mass[head] <= bound
+                    assert len(own) >= TOP_K.pinned_blocks(16) + 2
+                    count += len(own)
+                check_row(case, 0, row, np.asarray(result.out), kept)
+            counts.append(count)
+    assert counts[0] == 10 * 2 * (TOP_K.pinned_blocks(16) + TOP_K.k)
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"left_out_bound is 1\.5"):
+        TopK(4, left_out_bound=1.5)
+    with pytest.raises(ConfigError, match="least_k is 5"):
+        TopK(4, least_k=5)

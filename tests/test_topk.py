@@ -45,7 +45,9 @@ async def prefill(sequence: Sequence, case: Case, tokens: int) -> None:
         await sequence.append(layer, case.keys[layer][:tokens], case.values[layer][:tokens])
 
 
-def check_row(case: Case, layer: int, row: int, out: np.ndarray, chosen: np.ndarray) -> None:
+def check_row(
+    case: Case, layer: int, row: int, out: np.ndarray, chosen: np.ndarray | list[np.ndarray]
+) -> None:
     """Promise 1 over exactly the chosen blocks and the block being filled."""
     group = DIMS.group(layer)
     heads = oracle.Heads(group.group_size, group.logit_scale)

@@ -197,7 +197,7 @@ def test_the_bound_is_the_promise() -> None:
     assert not replace(errors, worst_row=math.nan).ok
 
 
-@pytest.mark.parametrize("chosen", [[[0, 5]], [[-1, 2]], [[2, 2]]])
+@pytest.mark.parametrize("chosen", [[[0, 5]], [[-2, 2]], [[2, 2]]])
 def test_a_choice_that_cannot_be_is_refused(chosen: list[list[int]]) -> None:
     with pytest.raises(ArgumentError, match="chosen"):
         allowed_tokens(np.array(chosen, np.int32), 22, 4)
@@ -234,3 +234,10 @@ def test_its_converters_are_those_of_bf16() -> None:
     values = np.concatenate((bits, halves, halves - 1, halves + 1)).view(np.float32)
     values = values[np.isfinite(values)]
     assert (round_to_bf16(values) == to_float32(from_float32(values))).all()
+
+
+def test_minus_one_is_no_block() -> None:
+    allowed = allowed_tokens(np.array([[-1, 1], [0, 2]], np.int32), 14, 4)
+    wanted = np.zeros((2, 14), np.bool_)
+    wanted[0, 4:8] = wanted[1, 0:4] = wanted[1, 8:12] = wanted[:, 12:] = True
+    assert (allowed == wanted).all()

@@ -344,16 +344,17 @@ class _Hidden(NamedTuple):
 
 
 def allowed_tokens(chosen: NDArray[np.int32], length: int, block_size: int) -> Bools:
-    """``[kv_heads, length]``: the tokens of the chosen full blocks and of the block being filled.
+    """``[kv_heads, length]``: the tokens of the chosen full blocks (-1: none) and of the last one.
 
     Raises ArgumentError for a block that is not full or does not exist, or is chosen twice.
     """
     full = length // block_size
-    if chosen.size and (chosen.min() < 0 or chosen.max() >= full):
+    if chosen.size and (chosen.min() < -1 or chosen.max() >= full):
         raise ArgumentError(f"a chosen block is outside 0 to {full - 1}")
     blocks = np.zeros((len(chosen), full + 1), np.bool_)
-    np.put_along_axis(blocks, chosen.astype(np.int64), True, axis=1)
-    if int(blocks.sum()) != chosen.size:
+    head, entry = np.nonzero(chosen >= 0)
+    blocks[head, chosen[head, entry]] = True
+    if int(blocks.sum()) != len(head):
         raise ArgumentError("a block is chosen twice for one KV head")
     blocks[:, full] = True
     return np.repeat(blocks, block_size, axis=1)[:, :length]

@@ -39,6 +39,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    TrimWork,
 )
 
 if TYPE_CHECKING:
@@ -262,6 +263,10 @@ class Device(Closeable):
     @abstractmethod
     def select(self, stream: Stream, work: SelectWork) -> None:
         """Choose the top-k units of each KV head and the cache slots that hold them."""
+
+    @abstractmethod
+    def trim(self, stream: Stream, work: TrimWork) -> None:
+        """Give up of what select chose what a bound on the share left out does not need."""
 
     @abstractmethod
     def fetch(self, stream: Stream, work: FetchWork) -> None:

@@ -38,6 +38,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    TrimWork,
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
@@ -263,6 +264,24 @@ def select(work: SelectWork) -> SelectWork:
     check_tensor(work.chosen, "i32", (heads, chosen), "chosen", written=True)
     check_tensor(work.chosen_slots, "i32", (heads, chosen), "chosen_slots", written=True)
     check_tensor(work.missing, "u8", (heads, chosen), "missing", written=True)
+    check_tensor(work.left_out, "f32", (heads,), "left_out", written=True)
+    return replace(work, pinned=pinned)
+
+
+def trim(work: TrimWork) -> TrimWork:
+    """Check a TrimWork."""
+    heads, blocks = shape_of_rank(work.scores, 2, "scores")
+    check_tensor(work.scores, "f32", (heads, blocks), "scores")
+    pinned = checked_indices(work.pinned, (len(work.pinned),), blocks, "pinned")
+    require(0 <= work.bound <= 1, f"bound is {work.bound}; a share is from 0 to 1")
+    require(work.least >= 0, f"least is {work.least}; it cannot be negative")
+    count = shape_of_rank(work.chosen, 2, "chosen")[1]
+    places = shape_of_rank(work.cache.slots, 2, "cache.slots")[1]
+    check_tensor(work.cache.slots, "i32", (heads, places), "cache.slots")
+    check_tensor(work.cache.owner, "i32", (heads, places), "cache.owner", written=True)
+    check_tensor(work.chosen, "i32", (heads, count), "chosen", written=True)
+    check_tensor(work.chosen_slots, "i32", (heads, count), "chosen_slots", written=True)
+    check_tensor(work.missing, "u8", (heads, count), "missing", written=True)
     check_tensor(work.left_out, "f32", (heads,), "left_out", written=True)
     return replace(work, pinned=pinned)
 

@@ -49,6 +49,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    TrimWork,
 )
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
@@ -222,6 +223,10 @@ class CudaDevice(Device):
     def select(self, stream: Stream, work: SelectWork) -> None:
         """See :class:`SelectWork`."""
         self._enqueue(stream, "select", checks.select, cuda_top_k.select, work)
+
+    def trim(self, stream: Stream, work: TrimWork) -> None:
+        """See :class:`TrimWork`."""
+        self._enqueue(stream, "trim", checks.trim, cuda_top_k.trim, work)
 
     def fetch(self, stream: Stream, work: FetchWork) -> None:
         """See :class:`FetchWork`."""

@@ -16,7 +16,7 @@ from hsswap.driver.cuda_operations import (
     row_items,
 )
 from hsswap.driver.cuda_seam import Grid, Launcher
-from hsswap.driver.operations import FetchWork, ScoreWork, SelectWork
+from hsswap.driver.operations import FetchWork, ScoreWork, SelectWork, TrimWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
@@ -147,6 +147,33 @@ def _pinned_and_step(device: Launcher, stream: Stream, work: SelectWork) -> tupl
         few = len(pinned) <= INLINE_PINNED
         address = 0 if few else device.upload(stream, pinned, direct=True)
     return address, contiguous_address(step, 4, "step") if isinstance(step, Tensor) else 0
+
+
+def trim(device: Launcher, stream: Stream, work: TrimWork) -> None:
+    """A thread block a KV head."""
+    heads, blocks = work.scores.shape
+    count = work.chosen.shape[1]
+    if not count:
+        return
+    rows = (work.scores, work.cache.slots, work.cache.owner, work.chosen, work.chosen_slots)
+    params = struct.pack(
+        "<8Q7q5if",
+        work.scores.address,
+        device.upload(stream, work.pinned, direct=True),
+        *(t.address for t in (work.cache.slots, work.cache.owner, work.chosen, work.chosen_slots)),
+        work.missing.address,
+        work.left_out.address,
+        *(row_items(tensor, 4, "a table of trim") for tensor in rows),
+        row_items(work.missing, 1, "missing"),
+        work.left_out.strides[0] // 4,
+        blocks,
+        count,
+        work.cache.slots.shape[1],
+        len(work.pinned),
+        work.least,
+        work.bound,
+    )
+    device.launch(stream, "trim", {}, Grid(heads), Grid(THREADS), 8 * count, params)
 
 
 def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:

@@ -40,6 +40,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    TrimWork,
 )
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
@@ -149,6 +150,10 @@ class HostDevice(Device):
     def select(self, stream: Stream, work: SelectWork) -> None:
         """See :class:`SelectWork`."""
         self._enqueue(stream, "select", checks.select, host_select.select, work)
+
+    def trim(self, stream: Stream, work: TrimWork) -> None:
+        """See :class:`TrimWork`."""
+        self._enqueue(stream, "trim", checks.trim, host_select.trim, work)
 
     def fetch(self, stream: Stream, work: FetchWork) -> None:
         """See :class:`FetchWork`."""

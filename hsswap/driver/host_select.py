@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hsswap.driver.host_held import held_indices
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
-from hsswap.driver.operations import FetchWork, SelectWork
+from hsswap.driver.operations import FetchWork, SelectWork, TrimWork
 from hsswap.driver.tensor import Tensor
 
 Bool = NDArray[np.bool_]
@@ -56,6 +56,30 @@ def select(work: SelectWork, scratch: Scratch) -> None:
     work.chosen_slots.array()[...] = work.cache.slots.array()[head, place]
     work.missing.array()[...] = missing
     work.left_out.array()[...] = _left_out(scores, is_chosen)
+
+
+def trim(work: TrimWork, scratch: Scratch) -> None:
+    """Give up chosen blocks that the bound on the share left out does not need."""
+    scores = np.array(work.scores.array())
+    scores[np.isnan(scores)] = -np.inf
+    chosen, slots, missing = (t.array() for t in (work.chosen, work.chosen_slots, work.missing))
+    owner, left_out = work.cache.owner.array(), work.left_out.array()
+    for head in range(len(scores)):
+        share = _shares(scores[head])
+        entry = np.flatnonzero(~np.isin(chosen[head], work.pinned))
+        block = chosen[head, entry]
+        # Worst first: by score, of equal ones the higher block.
+        order = entry[np.lexsort((-block, scores[head, block]))]
+        lost = left_out[head] + np.cumsum(share[chosen[head, order]])
+        most = max(0, len(order) - work.least)
+        given_up = order[: min(most, int(np.count_nonzero(lost <= work.bound)))]
+        if not len(given_up):
+            continue
+        left_out[head] = lost[len(given_up) - 1]
+        announced = chosen[head, given_up[missing[head, given_up] != 0]]
+        owner[head, np.isin(owner[head], announced)] = -1
+        chosen[head, given_up] = slots[head, given_up] = -1
+        missing[head, given_up] = 0
 
 
 def fetch(work: FetchWork, scratch: Scratch) -> None:
@@ -154,14 +178,19 @@ def _make_room(cache: _Cache, is_chosen: Bool, chosen: Ints, place: Ints, missin
 
 
 def _left_out(scores: NDArray[np.float32], is_chosen: Bool) -> NDArray[np.float64]:
-    """``[H]``: softmax of the scores over the blocks that were not chosen.
-
-    With all scores -inf every block counts the same; infinite scores share everything.
-    """
+    """``[H]``: softmax of the scores over the blocks that were not chosen."""
     if not scores.size:
         return np.zeros(len(scores))
-    best = scores.max(1, keepdims=True)
+    left_out: NDArray[np.float64] = np.where(is_chosen, 0, _shares(scores)).sum(1)
+    return left_out
+
+
+def _shares(scores: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Softmax over the last axis. With all scores -inf every block counts the same; infinite scores
+    share everything.
+    """
+    best = scores.max(-1, keepdims=True)
     shifted = scores.astype(np.float64) - np.where(np.isfinite(best), best, 0)
     weight = np.where(np.isfinite(best), np.exp(shifted), scores == best)
-    share: NDArray[np.float64] = np.where(is_chosen, 0, weight).sum(1) / weight.sum(1)
-    return share
+    shares: NDArray[np.float64] = weight / weight.sum(-1, keepdims=True)
+    return shares

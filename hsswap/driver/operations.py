@@ -307,6 +307,28 @@ class SelectWork:
 
 
 @dataclass(frozen=True, slots=True)
+class TrimWork:
+    """Of what select chose, what is not needed to keep the share left out within ``bound``.
+
+    Tensors are those of the :class:`SelectWork` before it. A head's chosen blocks that are not in
+    ``pinned`` ``[P]`` int32 are given up, the worst score first (of equal ones the higher block),
+    as long as ``left_out`` stays at or under ``bound`` and ``least`` of them are kept. For one that
+    is given up ``chosen`` and ``chosen_slots`` become -1 and ``missing`` 0; if it was missing, its
+    place in the cache is free. ``left_out`` grows by its share: softmax of the scores over blocks.
+    """
+
+    scores: Tensor
+    pinned: I32
+    bound: float
+    least: int
+    cache: UnitCache
+    chosen: Tensor
+    chosen_slots: Tensor
+    missing: Tensor
+    left_out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class FetchWork:
     """What select chose, brought into its slots and listed for attention, without the host.
 

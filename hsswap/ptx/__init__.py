@@ -35,6 +35,7 @@ KERNELS: dict[str, Kernel] = {
     "codes_mass": Kernel("codes_mass.cu", "codes_mass", True, ({"TILED": 1}, {"TILED": 0})),
     "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),
     "select": Kernel("select.cu", "select", True),
+    "trim": Kernel("trim.cu", "trim", True),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     **ATTENTION_KERNELS,
 }
