@@ -34,6 +34,7 @@ from hsswap.driver.cuda_events import EventPool, Waiter
 from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
 from hsswap.driver.cuda_modules import Modules, key_of
 from hsswap.driver.cuda_reach import make_reachable
+from hsswap.driver.cuda_rounds import CudaRounds
 from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
 from hsswap.driver.nvrtc import Compiler
@@ -53,7 +54,7 @@ from hsswap.driver.operations import (
 )
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
-from hsswap.errors import ArgumentError, ClosedError, DeviceError
+from hsswap.errors import ArgumentError, ClosedError
 
 W = TypeVar("W")
 
@@ -241,10 +242,7 @@ class CudaDevice(Device):
         self._enqueue(stream, "copy_words", round_checks.copy, cuda_operations.copy_words, work)
 
     def round_kernels(self) -> RoundKernels:
-        raise DeviceError(
-            f"{self.name} has no kernels for speculative rounds in this version; decode plainly, "
-            'or use device="host"'
-        )
+        return CudaRounds(self._enqueue)
 
     def _enqueue(
         self,

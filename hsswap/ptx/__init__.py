@@ -37,6 +37,15 @@ KERNELS: dict[str, Kernel] = {
     "select": Kernel("select.cu", "select", True),
     "trim": Kernel("trim.cu", "trim", True),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
+    "assemble": Kernel("rounds.cu", "assemble", True),
+    "round_end": Kernel("rounds.cu", "round_end", True),
+    **{
+        name: Kernel("round_words.cu", name, True)
+        for name in ("pack_tok_p", "tok_map", "token_ring", "iota", "set_word", "ngram")
+    },
+    "argmax": Kernel("round_rows.cu", "argmax", True),
+    "sample": Kernel("round_sample.cu", "sample", True),
+    "reject": Kernel("round_sample.cu", "reject", True),
     **ATTENTION_KERNELS,
 }
 """By name."""
