@@ -130,7 +130,7 @@ def config_of(model: LlamaConfig, size: Size, device: str) -> SwapConfig:
         device=device,
         io="memory",
         tile_tokens=TILE_TOKENS,
-        predictor=PredictorConfig(),
+        predictor=PredictorConfig(kind="projection"),
     )
 
 
