@@ -92,7 +92,7 @@ async def run(
 @pytest.fixture(scope="module")
 def wanted(case: Case) -> list[U16]:
     """Everything resident, all rows at once."""
-    config = config_for(case, extra_device=3000, extra_host=3000)
+    config = config_for(case, tile_tokens=1024, extra_device=3000, extra_host=3000)
     return asyncio.run(run(case, on_gpu(config), [case.tokens]))
 
 
