@@ -16,18 +16,30 @@ from hsswap.bench.overlap import overlap_row
 from hsswap.errors import DeviceError
 
 
+def turns_of(wall: float, read: float, compute: float, calls: float = 0.0) -> Turns:
+    times = {"wall": wall, "read": read, "compute": compute, "calls": calls}
+    return Turns({arm: [value] * 20 for arm, value in times.items()})
+
+
 def test_overlap_is_what_the_smaller_half_saved() -> None:
-    perfect = Turns({"wall": [2.0] * 20, "read": [2.0] * 20, "compute": [1.5] * 20})
-    row = overlap_row("x", perfect, 1000)
+    row = overlap_row("x", turns_of(2.0, 2.0, 1.5), 1000)
     assert row["overlap"]["median"] == 1.0
     assert row["within_2x"]
     assert row["passed"]
-    none = Turns({"wall": [3.5] * 20, "read": [2.0] * 20, "compute": [1.5] * 20})
-    assert overlap_row("x", none, 1000)["overlap"]["high"] == 0.0
-    assert not overlap_row("x", none, 1000)["passed"]
-    unequal = Turns({"wall": [5.0] * 20, "read": [5.0] * 20, "compute": [1.0] * 20})
-    assert overlap_row("x", unequal, 1000)["overlap"]["median"] == 1.0
-    assert not overlap_row("x", unequal, 1000)["passed"]
+    none = overlap_row("x", turns_of(3.5, 2.0, 1.5), 1000)
+    assert none["overlap"]["high"] == 0.0
+    assert not none["passed"]
+    unequal = overlap_row("x", turns_of(5.0, 5.0, 1.0), 1000)
+    assert unequal["overlap"]["median"] == 1.0
+    assert not unequal["passed"]
+
+
+def test_time_that_every_call_takes_is_no_overlap() -> None:
+    # 10 of calls, 2 of reading, 1.5 of computing, nothing of which overlaps.
+    row = overlap_row("x", turns_of(13.5, 12.0, 11.5, 10.0), 1000)
+    assert row["overlap"]["median"] == 0.0
+    row = overlap_row("x", turns_of(12.0, 12.0, 11.5, 10.0), 1000)
+    assert row["overlap"]["median"] == 1.0
 
 
 async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
