@@ -1,5 +1,7 @@
 """ROUND-STREAM: speculative decoding, M rounds ahead of the host (:mod:`hsswap.rounds.stream`)."""
 
+from hsswap.driver.base import Graph, Stream
+from hsswap.driver.tensor import Tensor
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choice, Choosing
 from hsswap.rounds.contracts import Admission, Drafter, Target
@@ -12,6 +14,7 @@ from hsswap.rounds.lengths import (
     kv_len_ptr_table_range,
 )
 from hsswap.rounds.round import RoundOptions
+from hsswap.rounds.steps_drafter import StepsEarlyExit
 from hsswap.rounds.steps_target import RowsModel, StepsTarget
 from hsswap.rounds.stream import Acceptance, Burst, End, RoundStream
 
@@ -24,6 +27,7 @@ __all__ = [
     "Drafter",
     "Drained",
     "End",
+    "Graph",
     "LayerLengths",
     "NgramDrafter",
     "PointerTable",
@@ -32,9 +36,12 @@ __all__ = [
     "RoundStream",
     "RowsModel",
     "SequenceStart",
+    "StepsEarlyExit",
     "StepsTarget",
+    "Stream",
     "StreamBufs",
     "Target",
+    "Tensor",
     "addresses_of",
     "kv_len_ptr_table",
     "kv_len_ptr_table_range",

@@ -7,7 +7,7 @@ tier meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 
 import hsswap.sequence
 from hsswap.captured import CapturedSteps
-from hsswap.driver.base import Device, Stream
+from hsswap.driver.base import Device, Graph, Stream
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError, OutOfBlocks, OutOfSlots
 from hsswap.rounds.buffers import StreamBufs
@@ -31,14 +31,25 @@ class RowsModel(Protocol):
     """The engine's model."""
 
     def __call__(
-        self, stream: Stream, steps: CapturedSteps, tokens: Tensor, logits: Tensor
+        self,
+        stream: Stream,
+        steps: CapturedSteps,
+        tokens: Tensor,
+        logits: Tensor,
+        *,
+        layers: int | None = None,
     ) -> None:
         """Enqueue a pass over ``tokens`` u32 ``[rows]``, the first at position ``steps.length``.
 
         K and V of each layer go to ``steps.append``, queries to ``steps.attend``; ``logits``
-        float32 ``[rows, vocab_size]`` is written. Nothing may wait, and what is used must keep its
-        address. Positions of the last rows may lie behind the sequence's end.
+        float32 ``[rows, vocab_size]`` is written, behind the first ``layers`` layers (None: all).
+        Nothing may wait, and what is used must keep its address. Positions of the last rows may
+        lie behind the sequence's end. A drafter's token may be NO_TOKEN: any legal one will do.
         """
+        ...
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
+        """See :meth:`hsswap.rounds.Target.capture`; a framework with memory of its own does it."""
         ...
 
 
@@ -47,7 +58,7 @@ class StepsTarget(Target):
 
     ``device`` and ``stream`` are the swap's device and the round stream's stream. The sequences
     must not be used otherwise until :meth:`close`, which has to come before theirs and behind the
-    round stream's; then they have the tokens that were settled last.
+    round stream's; then they have the tokens that were settled last. ``steps``: those open now.
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class StepsTarget(Target):
         self.vocab_size = vocab_size
         self._k, self._session_tokens = k, session_tokens
         self._stream, self._sequences, self._model = stream, sequences, model
-        self._steps: list[CapturedSteps] = []
+        self.steps: list[CapturedSteps] = []
         self._sessions = AsyncExitStack()
         self._positions = [sequence.length for sequence in sequences]
         shape = (len(sequences), k + 1, vocab_size)
@@ -75,8 +86,12 @@ class StepsTarget(Target):
 
     def verify(self, stream: Stream, bufs: StreamBufs) -> None:
         """See :class:`Target`."""
-        for s, steps in enumerate(self._steps):
+        for s, steps in enumerate(self.steps):
             self._model(stream, steps, bufs.vtok.row(s), self.logits.row(s))
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
+        """See :class:`Target`."""
+        return self._model.capture(stream, enqueue)
 
     async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`. Steps are opened for more tokens when those they have run out.
@@ -84,8 +99,8 @@ class StepsTarget(Target):
         Raises OutOfSlots, with the number needed, when the tiers cannot hold every block of the
         sequences, and OutOfBlocks.
         """
-        if self._steps and all(
-            end <= steps.most_length for end, steps in zip(ends, self._steps, strict=True)
+        if self.steps and all(
+            end <= steps.most_length for end, steps in zip(ends, self.steps, strict=True)
         ):
             return Admission(rounds)
         if under_way:
@@ -115,13 +130,13 @@ class StepsTarget(Target):
     async def _open_steps(self, ends: Sequence[int]) -> None:
         for sequence, end in zip(self._sequences, ends, strict=True):
             opened = sequence.captured(end - sequence.length, rows=self._k + 1, stream=self._stream)
-            self._steps.append(await self._sessions.enter_async_context(opened))
-        addresses = [addresses_of([steps.length], 1) for steps in self._steps]
+            self.steps.append(await self._sessions.enter_async_context(opened))
+        addresses = [addresses_of([steps.length], 1) for steps in self.steps]
         self.length_addresses = np.concatenate(addresses)
 
     async def _close_steps(self) -> None:
-        for steps, position in zip(self._steps, self._positions, strict=False):
+        for steps, position in zip(self.steps, self._positions, strict=False):
             steps.finish(position)
-        self._steps = []
+        self.steps = []
         self.length_addresses = None
         await self._sessions.aclose()

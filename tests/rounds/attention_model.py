@@ -5,7 +5,8 @@ Its rows are computed one by one, so that a row's bits do not depend on its neig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ import hsswap
 from hsswap.bf16 import from_float32, to_float32
 from hsswap.captured import CapturedSteps
 from hsswap.config import ModelDims
-from hsswap.driver.base import Stream
+from hsswap.driver.base import Graph, Stream
 from hsswap.driver.tensor import Tensor
 from tests.rounds.models import enqueue
 
@@ -63,29 +64,45 @@ class Rows:
         self._out = np.zeros((rows, HEADS, DIM), np.uint16)
 
     def __call__(
-        self, stream: Stream, steps: CapturedSteps, tokens: Tensor, logits: Tensor
+        self,
+        stream: Stream,
+        steps: CapturedSteps,
+        tokens: Tensor,
+        logits: Tensor,
+        *,
+        layers: int | None = None,
     ) -> None:
-        length = steps.length
+        """See :class:`hsswap.rounds.RowsModel`."""
+        length, rows = steps.length, tokens.shape[0]
+        x, out = self._x[:rows], self._out[:rows]
+        q, k, v = self._q[:rows], self._k[:rows], self._v[:rows]
 
         def begin() -> None:
-            self._x[:] = embedded(tokens.array().tolist(), int(length.array()[0]))
+            legal = np.minimum(tokens.array(), VOCAB - 1).tolist()
+            x[:] = embedded(legal, int(length.array()[0]))
 
         def project(layer: int) -> None:
-            self._q[:], self._k[:], self._v[:] = projected(self._x, layer)
+            q[:], k[:], v[:] = projected(x, layer)
 
         def add() -> None:
-            self._x += to_float32(self._out).reshape(self._x.shape)
+            x[:] += to_float32(out).reshape(x.shape)
 
         def end() -> None:
-            logits.array()[:] = logits_of(self._x)
+            logits.array()[:] = logits_of(x)
 
         enqueue(stream, "embed", begin)
-        for layer in range(LAYERS):
-            enqueue(stream, "project", lambda layer=layer: project(layer))  # type: ignore[misc]
-            steps.append(layer, self._k, self._v, stream=stream)
-            steps.attend(layer, self._q, self._out, stream=stream)
+        for layer in range(layers or LAYERS):
+            enqueue(stream, "project", partial(project, layer))
+            steps.append(layer, k, v, stream=stream)
+            steps.attend(layer, q, out, stream=stream)
             enqueue(stream, "add", add)
         enqueue(stream, "head", end)
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
+        """See :class:`hsswap.rounds.RowsModel`."""
+        with stream.capture() as graph:
+            enqueue()
+        return graph
 
 
 async def run_rows(sequence: hsswap.Sequence, tokens: Sequence[int], position: int) -> F32:

@@ -12,7 +12,13 @@ import hsswap
 from hsswap.config import SwapConfig
 from hsswap.errors import OutOfSlots
 from hsswap.io.memory import MemoryIO
-from hsswap.rounds import NgramDrafter, RoundStream, SequenceStart, StepsTarget
+from hsswap.rounds import (
+    NgramDrafter,
+    RoundStream,
+    SequenceStart,
+    StepsEarlyExit,
+    StepsTarget,
+)
 from tests.rounds.attention_model import DIMS, VOCAB, Rows, run_rows
 from tests.rounds.models import GuessDrafter
 
@@ -41,51 +47,67 @@ async def plain(prompt: list[int], count: int) -> list[int]:
         return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize(("k", "rounds", "session"), [(3, 4, 512), (4, 2, 20)])
-async def test_tokens_are_those_of_plain_steps(k: int, rounds: int, session: int) -> None:
-    """Two sequences, drafts often right, steps opened once and many times; then a plain step."""
-    expected = [await plain(prompt, COUNT + 2) for prompt in PROMPTS]
-    rng = np.random.default_rng(5)
+class Guesser(GuessDrafter):
+    """Knows what comes, and says something else now and then."""
 
-    def guess(tokens: list[int], k: int) -> list[int]:
-        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+    def __init__(self, expected: list[list[int]]) -> None:
+        super().__init__(self._guess_next)
+        self._expected = expected
+        self._doubts = np.random.default_rng(5)
+
+    def _guess_next(self, tokens: list[int], k: int) -> list[int]:
+        for prompt, wanted in zip(PROMPTS, self._expected, strict=True):
             whole = prompt + wanted
             if tokens == whole[: len(tokens)]:
-                right = whole[len(tokens) : len(tokens) + k]
-                return [t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in right]
+                right, doubts = whole[len(tokens) : len(tokens) + k], self._doubts
+                return [t if doubts.random() < 0.8 else int(doubts.integers(VOCAB)) for t in right]
         raise AssertionError("the stream has tokens of nobody")
 
+
+# An exit behind the last layer is the model itself: every draft must stand.
+LEAST_SHARE = {"guess": 0.4, "exit-1": 0.01, "exit-2": 1.0}
+
+
+@pytest.mark.parametrize("drafter", list(LEAST_SHARE))
+@pytest.mark.parametrize(("k", "rounds", "session"), [(3, 4, 512), (4, 2, 20)])
+async def test_tokens_are_those_of_plain_steps(
+    drafter: str, k: int, rounds: int, session: int
+) -> None:
+    """Two sequences, drafts often right, steps opened once and many times; then a plain step."""
+    expected = [await plain(prompt, COUNT + 2) for prompt in PROMPTS]
     async with swap_of() as swap, swap.sequence() as one, swap.sequence() as two:
         sequences = [one, two]
         firsts = []
         for sequence, prompt in zip(sequences, PROMPTS, strict=True):
             firsts.append(int(np.argmax((await run_rows(sequence, prompt, 0))[-1])))
         made = [[first] for first in firsts]
-        stream = swap.device.stream()
+        stream, model = swap.device.stream(), Rows(k + 1)
         target = StepsTarget(
-            *(swap.device, stream, sequences, Rows(k + 1)),
+            *(swap.device, stream, sequences, model),
             k=k,
             vocab_size=VOCAB,
             session_tokens=session,
         )
-        async with RoundStream(
-            *(swap.device, target, GuessDrafter(guess)),
-            k=k,
-            rounds=rounds,
-            batch=2,
-            history_tokens=300,
-            stream=stream,
-        ) as speculating:
-            await speculating.start(
-                [
-                    SequenceStart(prompt, first, len(prompt) + COUNT)
-                    for prompt, first in zip(PROMPTS, firsts, strict=True)
-                ]
-            )
-            async for burst in speculating.bursts():
-                for mine, tokens in zip(made, burst.tokens, strict=True):
-                    mine += tokens
-            assert speculating.acceptance.share > 0.4
+        layers = 2 if drafter == "exit-2" else 1
+        with StepsEarlyExit(swap.device, target, model, layers=layers) as early:
+            async with RoundStream(
+                *(swap.device, target, Guesser(expected) if drafter == "guess" else early),
+                k=k,
+                rounds=rounds,
+                batch=2,
+                history_tokens=300,
+                stream=stream,
+            ) as speculating:
+                await speculating.start(
+                    [
+                        SequenceStart(prompt, first, len(prompt) + COUNT)
+                        for prompt, first in zip(PROMPTS, firsts, strict=True)
+                    ]
+                )
+                async for burst in speculating.bursts():
+                    for mine, tokens in zip(made, burst.tokens, strict=True):
+                        mine += tokens
+                assert speculating.acceptance.share >= LEAST_SHARE[drafter]
         await target.close()
         await target.close()
         stream.close()
