@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from hsswap import __version__
+from hsswap.bench.predictor_contexts import reference_text
 from hsswap.commands.decoding import SwapAttention, dims_of, must_read_blocks
 from hsswap.commands.planning import best_tile
 from hsswap.config import SwapConfig
@@ -245,9 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
     another order, they may differ where two tokens are nearly as likely; the place is reported.
     """
     options = parse(arguments)
-    sys.path.insert(0, str(PROJECT))
-    from bench.make_prompt import reference_text
-
     file = open_gguf(options.model or default_model_path())
     model = Llama.from_gguf(file)
     prompt = Tokenizer.from_gguf(file).encode(reference_text()[: options.characters])

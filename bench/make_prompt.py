@@ -8,17 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
-# Mostly prose, where the alphabet's first topics are mostly grammar. The rest follows by name.
-FIRST_TOPICS = ("objects", "naming", "exceptions", "execmodel")
-
-
-def reference_text() -> str:
-    """All topics of ``pydoc_data.topics``, in an order that does not depend on the dictionary."""
-    first = [name for name in FIRST_TOPICS if name in topics]
-    rest = sorted(set(topics) - set(first))
-    return "\n\n".join(topics[name].strip() for name in first + rest)
+from hsswap.bench.predictor_contexts import reference_text
 
 
 def main(arguments: list[str] | None = None) -> int:

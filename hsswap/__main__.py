@@ -105,6 +105,12 @@ BENCHES = (
         "hsswap.bench.rounds",
         "hsswap.bench.rounds",
     ),
+    Command(
+        "predictor",
+        "which blocks a predictor finds, on a real model, beside other rules",
+        "hsswap.bench.predictor",
+        "hsswap.bench.predictor",
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from hsswap.bench.synthetic import HostMaker, Shape, Trace, Traits, make_trace, 
 from hsswap.bf16 import U16, from_float32
 from hsswap.driver.base import Event, Stream
 from hsswap.models import Llama, LlamaConfig, PlainAttention
-from hsswap.models.llama import LayerWeights, LlamaWeights
+from hsswap.models.llama_weights import LayerWeights, LlamaWeights
 
 if TYPE_CHECKING:
     from hsswap.captured import CapturedSteps

@@ -23,7 +23,7 @@ from hsswap.bench.rounds_arms import WAYS, HostEngine, Told, arm_of, prompts_of
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
-from hsswap.models.llama import LayerWeights, LlamaWeights
+from hsswap.models.llama_weights import LayerWeights, LlamaWeights
 
 Row = dict[str, Any]
 BATCHES = (1, 4, 16)

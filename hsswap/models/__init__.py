@@ -9,7 +9,8 @@ read with the packages ``gguf`` and ``tokenizers`` (extra ``demo``), imported on
 from hsswap.models.arrays import Arrays, HostArrays
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile, default_model_path, open_gguf
-from hsswap.models.llama import Attention, Llama, TokenIds, read_rope_factors
+from hsswap.models.llama import Attention, Llama, TokenIds
+from hsswap.models.llama_weights import read_rope_factors
 from hsswap.models.plain import PlainAttention
 from hsswap.models.tokenizer import TextStream, Tokenizer
 

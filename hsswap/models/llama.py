@@ -21,7 +21,6 @@ are. A pair is one complex number here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +30,8 @@ from hsswap.bf16 import F32, U16, from_float32, to_float32
 from hsswap.errors import ArgumentError
 from hsswap.models.arrays import HostArrays
 from hsswap.models.config import LlamaConfig, read_config
-from hsswap.models.gguf_file import GgufFile, check_tensors, read_tensors
+from hsswap.models.gguf_file import GgufFile
+from hsswap.models.llama_weights import LayerWeights, LlamaWeights, load_weights
 from hsswap.models.plain import PlainAttention
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -61,121 +61,6 @@ class Attention(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer, float32. Rows of ``qkv``: all q heads, all k heads, all v heads; of ``gate_up``:
-    gate, then up.
-    """
-
-    attn_norm: F32  # [width]
-    qkv: F32  # [(q_heads + 2 kv_heads) * head_dim, width]
-    out: F32  # [width, q_heads * head_dim]
-    ffn_norm: F32  # [width]
-    gate_up: F32  # [2 * ffn_width, width]
-    down: F32  # [width, ffn_width]
-
-
-@dataclass(frozen=True)
-class LlamaWeights:
-    """All weights, float32. ``output`` is the same array as ``embedding`` where they are tied."""
-
-    embedding: F32  # [vocab_size, width]
-    layers: tuple[LayerWeights, ...]
-    final_norm: F32  # [width]
-    output: F32  # [vocab_size, width]
-    rope_factors: F32 | None  # [rope_dims / 2]: each divides the frequency of its pair
-
-
-def load_weights(file: GgufFile, config: LlamaConfig) -> LlamaWeights:
-    """Dequantise all tensors of ``file`` to float32: 4 bytes a parameter.
-
-    Raises ``ModelError`` if a tensor is missing, superfluous, of the wrong shape, of a type that
-    cannot be dequantised, or cut off.
-    """
-    check_tensors(file, _tensor_shapes(file, config))
-    targets: dict[str, F32] = {}
-
-    def new(name: str, *shape: int) -> F32:
-        return targets.setdefault(name, np.empty(shape, np.float32))
-
-    def fused(width: int, rows_of: dict[str, int]) -> F32:
-        whole = np.empty((sum(rows_of.values()), width), np.float32)
-        first = 0
-        for name, rows in rows_of.items():
-            targets[name] = whole[first : first + rows]
-            first += rows
-        return whole
-
-    c = config
-    q_width, kv_width = c.q_heads * c.head_dim, c.kv_heads * c.head_dim
-    embedding = new("token_embd.weight", c.vocab_size, c.width)
-    layers = []
-    for layer in range(c.layers):
-        at = f"blk.{layer}."
-        qkv = {"attn_q.weight": q_width, "attn_k.weight": kv_width, "attn_v.weight": kv_width}
-        gate_up = {"ffn_gate.weight": c.ffn_width, "ffn_up.weight": c.ffn_width}
-        layers.append(
-            LayerWeights(
-                attn_norm=new(at + "attn_norm.weight", c.width),
-                qkv=fused(c.width, {at + name: rows for name, rows in qkv.items()}),
-                out=new(at + "attn_output.weight", c.width, q_width),
-                ffn_norm=new(at + "ffn_norm.weight", c.width),
-                gate_up=fused(c.width, {at + name: rows for name, rows in gate_up.items()}),
-                down=new(at + "ffn_down.weight", c.width, c.ffn_width),
-            )
-        )
-    scaled = "rope_freqs.weight" in file.tensors
-    weights = LlamaWeights(
-        embedding=embedding,
-        layers=tuple(layers),
-        final_norm=new("output_norm.weight", c.width),
-        output=embedding if c.tied_embeddings else new("output.weight", c.vocab_size, c.width),
-        rope_factors=new("rope_freqs.weight", c.rope_dims // 2) if scaled else None,
-    )
-    read_tensors(file, targets)
-    return weights
-
-
-def read_rope_factors(file: GgufFile) -> F32 | None:
-    """What divides the frequency of each pair ``[rope_dims / 2]``, None for a model without.
-
-    Raises ``ModelError`` for a damaged file.
-    """
-    if "rope_freqs.weight" not in file.tensors:
-        return None
-    factors = np.empty(file.tensors["rope_freqs.weight"].shape, np.float32)
-    read_tensors(file, {"rope_freqs.weight": factors})
-    return factors
-
-
-def _tensor_shapes(file: GgufFile, c: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor the model must have, and no other, with its row-major shape."""
-    q_width, kv_width = c.q_heads * c.head_dim, c.kv_heads * c.head_dim
-    of_layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (c.width,),
-        "attn_q": (q_width, c.width),
-        "attn_k": (kv_width, c.width),
-        "attn_v": (kv_width, c.width),
-        "attn_output": (c.width, q_width),
-        "ffn_norm": (c.width,),
-        "ffn_gate": (c.ffn_width, c.width),
-        "ffn_up": (c.ffn_width, c.width),
-        "ffn_down": (c.width, c.ffn_width),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (c.vocab_size, c.width),
-        "output_norm.weight": (c.width,),
-    }
-    if not c.tied_embeddings:
-        shapes["output.weight"] = (c.vocab_size, c.width)
-    if "rope_freqs.weight" in file.tensors:
-        shapes["rope_freqs.weight"] = (c.rope_dims // 2,)
-    # A false layer count must not cost time or memory: the first missing layer ends it.
-    for layer in range(min(c.layers, len(file.tensors))):
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    return shapes
-
-
 class Llama:
     """A Llama model. It keeps no state of a sequence; one object may serve many, on one thread.
 
@@ -203,6 +88,7 @@ class Llama:
         all_logits: bool = False,
         rows_apart: bool = False,
         layers: int | None = None,
+        on_layer: Callable[[int, F32], None] | None = None,
     ) -> F32:
         """Run ``tokens``, the first of which stands at ``position``, through all layers.
 
@@ -215,6 +101,8 @@ class Llama:
         reading all weights for each. ``layers``: through the first ones only, and from there to the
         logits, which is a draft of the whole (early exit).
 
+        ``on_layer`` is called before each layer with its number and its input, ``[rows, width]``.
+
         Raises ``ArgumentError``, before anything changes, if there are no tokens, if one is not in
         the vocabulary, or if they reach past ``config.context_tokens``. What ``attention`` raises
         passes through; the sequence is then in an unknown state.
@@ -226,6 +114,7 @@ class Llama:
             attention,
             parts,
             layers=self.config.layers if layers is None else layers,
+            on_layer=on_layer,
             last_only=not (all_logits or rows_apart),
         )
         logits = np.concatenate([self._logits(hidden[part]) for part in parts])
@@ -271,6 +160,18 @@ class Llama:
         c = self.config
         return PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=capacity_tokens)
 
+    def layer_queries(self, layer: int, hidden: F32, position: int) -> U16:
+        """BF16 queries ``[rows, q_heads, head_dim]`` that a layer makes of input ``[rows, width]``.
+
+        That of the layer before gives nearly its own, a layer early (InfiniGen, arXiv 2406.19707).
+        """
+        c, w = self.config, self.weights.layers[layer]
+        normed = _rms_norm(hidden, w.attn_norm, c.rms_eps)
+        q = (normed @ w.qkv[: c.q_heads * c.head_dim].T).reshape(len(hidden), -1, c.head_dim)
+        turned = q[:, :, : c.rope_dims].view(np.complex64)
+        turned *= self._rope_rows(position, len(hidden))[:, None, :]
+        return from_float32(q)
+
     def _layers(
         self,
         tokens: TokenIds,
@@ -279,6 +180,7 @@ class Llama:
         parts: list[slice],
         *,
         layers: int,
+        on_layer: Callable[[int, F32], None] | None,
         last_only: bool,
     ) -> F32:
         """The residual stream after the layers, ``[rows, width]``, or of its last row alone.
@@ -290,6 +192,8 @@ class Llama:
         turn = self._rope_rows(position, rows)[:, None, :]
         x: F32 = self.weights.embedding[ids]
         for layer, w in enumerate(self.weights.layers[:layers]):
+            if on_layer is not None:
+                on_layer(layer, x)
             qkv = np.concatenate(
                 [_rms_norm(x[part], w.attn_norm, c.rms_eps) @ w.qkv.T for part in parts]
             ).reshape(rows, -1, head_dim)

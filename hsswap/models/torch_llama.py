@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from hsswap.errors import ArgumentError
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile
-from hsswap.models.llama import TokenIds, check_tokens, load_weights, rope_frequencies
+from hsswap.models.llama import TokenIds, check_tokens, rope_frequencies
+from hsswap.models.llama_weights import load_weights
 
 CHUNK_ROWS_DEFAULT = 2048
 """Rows of a prefill chunk: enough for a GPU's matrix units, 0.5 GB of activations at 8B."""
@@ -47,7 +48,7 @@ class TorchAttention(Protocol):
 
 @dataclass(frozen=True)
 class TorchLayer:
-    """One layer; shapes as in :class:`hsswap.models.llama.LayerWeights`."""
+    """One layer; shapes as in :class:`hsswap.models.llama_weights.LayerWeights`."""
 
     attn_norm: torch.Tensor
     qkv: torch.Tensor

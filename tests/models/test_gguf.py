@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hsswap.errors import HsswapError, ModelError
 from hsswap.models import Llama, Tokenizer, default_model_path, open_gguf, read_config
 from hsswap.models.gguf_file import read_tensors
-from hsswap.models.llama import load_weights
+from hsswap.models.llama_weights import load_weights
 from tests.models.tiny_llama import Change, Tiny, tiny_weights, write_tiny
 
 

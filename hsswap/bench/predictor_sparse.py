@@ -1,0 +1,99 @@
+"""End to end: the model over the last tokens of a context with sparse attention in every layer.
+
+All rows of the window run through a layer together. With the tokens given (teacher forcing) that is
+the same as one step after the other: a row's attention needs K and V of the rows before it in the
+same layer, which the layer below has just computed from their own sparse outputs. The prompt is
+dense, and so is its K and V.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hsswap.bench.predictor_selectors import Selector
+from hsswap.bench.predictor_traces import Trace
+from hsswap.bench.predictor_view import BLOCK, Bool, LayerView, best_groups
+from hsswap.bf16 import F32, U16, from_float32, to_float32
+from hsswap.models import Llama
+
+
+class EndToEnd(NamedTuple):
+    """``kl``: mean KL divergence from the dense logits, nats. ``nats``: mean loss of the true
+    tokens. ``digits_right`` of ``digits``: planted digits that the greatest logit names.
+    """
+
+    kl: float
+    nats: float
+    digits_right: int
+    digits: int
+
+
+class SparseAttention:
+    """``hsswap.models.Attention``: residents and the best ``k`` groups of a selector.
+
+    The cache begins as the first ``first`` tokens of a trace.
+    """
+
+    def __init__(self, trace: Trace, selector: Selector, k: int, first: int) -> None:
+        self._trace, self._selector, self._k, self._first = trace, selector, k, first
+
+    def attend(self, layer: int, queries: U16, keys: U16, values: U16) -> U16:
+        """As of ``Attention``, for all rows of the window at once."""
+        trace, first = self._trace, self._first
+        every_key = np.concatenate([trace.keys(layer)[:first], keys])
+        every_value = np.concatenate([trace.values(layer)[:first], values])
+        view = LayerView.of(layer, queries, every_key, first)
+        allowed = self.allowed(view)
+        weights = np.where(allowed[:, None], view.weights, np.float32(0))
+        weights /= weights.sum(-1, keepdims=True)
+        heads, group, rows, length = weights.shape
+        v = np.ascontiguousarray(to_float32(every_value).transpose(1, 0, 2))
+        out = (weights.reshape(heads, group * rows, length) @ v).reshape(heads, group, rows, -1)
+        return from_float32(out.transpose(2, 0, 1, 3).reshape(queries.shape))
+
+    def allowed(self, view: LayerView) -> Bool:
+        """Tokens attended ``[H, S, T]``."""
+        size = self._selector.group_tokens
+        count = self._k * BLOCK // size
+        chosen = best_groups(self._selector.scores(view, count), view.candidates(size), count)
+        tokens = view.keys.shape[1]
+        groups = np.zeros((*chosen.shape[:2], tokens // size + 1), np.bool_)
+        np.put_along_axis(groups, chosen, True, -1)  # -1: the column that is made False again
+        groups[..., -1] = False
+        return np.repeat(groups, size, axis=-1)[..., :tokens] | view.resident
+
+
+def run_sparse(model: Llama, trace: Trace, selector: Selector, k: int, rows: int) -> EndToEnd:
+    """The last ``rows`` tokens of the trace's context, with k blocks a KV head (or as many tokens
+    in the selector's own groups).
+    """
+    length = trace.sizes.length
+    first = length - rows
+    attention = SparseAttention(trace, selector, k, first)
+    tokens = trace.context.tokens
+    logits = model.forward(tokens[first:length], first, attention, all_logits=True)
+    return compare_logits(trace, logits)
+
+
+def compare_logits(trace: Trace, logits: F32) -> EndToEnd:
+    """Logits of the last rows of a trace's context against the dense ones."""
+    rows, length = len(logits), trace.sizes.length
+    ours, dense = _log_softmax(logits), _log_softmax(trace.logits()[-rows:])
+    first = length - rows
+    targets = np.array(trace.context.tokens[first + 1 : length + 1])
+    digits = np.array([first + row + 1 in trace.context.digits for row in range(rows)])
+    right = logits.argmax(1) == targets
+    return EndToEnd(
+        kl=float((np.exp(dense) * (dense - ours)).sum(1).mean()),
+        nats=float(-ours[np.arange(rows), targets].mean()),
+        digits_right=int(right[digits].sum()),
+        digits=int(digits.sum()),
+    )
+
+
+def _log_softmax(logits: F32) -> F32:
+    shifted = logits - logits.max(1, keepdims=True)
+    result: F32 = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return result

@@ -1,0 +1,72 @@
+"""Means over contexts, and the tables that ``hsswap bench predictor`` prints."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+SELECTED = ("docs", "code", "needles-a")
+"""Contexts of the means of recall, mass and error, as the numbers to reach were set."""
+
+ANSWERED = (*SELECTED, "needles-b")
+"""Those of the mean of KL; digits are the sum of all that have some of these."""
+
+Row = dict[str, Any]
+
+
+def means(selection: list[Row], end_to_end: list[Row]) -> list[Row]:
+    """One row a method and k, over the standard contexts that were run."""
+    made = []
+    names = list(dict.fromkeys((row["method"], row["k"]) for row in end_to_end + selection))
+    for method, k in names:
+        row: Row = {"method": method, "k": k}
+        ours = [one for one in selection if (one["method"], one["k"]) == (method, k)]
+        ours = [one for one in ours if one["context"] in SELECTED]
+        for figure in ("recall", "mass", "error"):
+            row[figure] = _mean([one[figure] for one in ours])
+        run = [one for one in end_to_end if (one["method"], one["k"]) == (method, k)]
+        run = [one for one in run if one["context"] in ANSWERED]
+        row["kl"] = _mean([one["kl"] for one in run])
+        row["digits_right"] = sum(one["digits_right"] for one in run) if run else None
+        row["digits"] = sum(one["digits"] for one in run)
+        made.append(row)
+    # A method's bytes do not depend on k.
+    for row in made:
+        known = [one["metadata_bytes"] for one in end_to_end if one["method"] == row["method"]]
+        row["metadata_bytes"] = _mean([value for value in known if value is not None])
+    return sorted(made, key=lambda row: row["k"] or 16)
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 5) if values else None
+
+
+def print_tables(report: Row, people: TextIO) -> None:
+    """For people: means, reads, and loss."""
+
+    def say(text: str) -> None:
+        print(text, file=people)
+
+    dense = [one for one in report["contexts"] if one["context"] in ANSWERED]
+    right = sum(one["dense_digits_right"] for one in dense)
+    say(f"\n{report['model']}, {report['tokens']} tokens; digits: the dense model finds {right}")
+    say(f"{'method':42} {'bytes':>6} {'k':>3} {'recall':>7} {'mass':>6} {'error':>6}     KL digits")
+    for row in report["means"]:
+        cells = [_cell(row[name], 3) for name in ("recall", "mass", "error")]
+        say(
+            f"{row['method']:42} {_cell(row['metadata_bytes'], 0):>6} {row['k']:3} "
+            f"{cells[0]:>7} {cells[1]:>6} {cells[2]:>6} {_cell(row['kl'], 4):>6} "
+            f"{_cell(row['digits_right'], 0):>3}/{row['digits']}"
+        )
+    say("\nunits read a step and KV head, of those wanted (look-ahead: late, in all)")
+    for row in report["reads"]:
+        share = row["late"] / row["units_wanted"]
+        whole = (row["late"] + row["ahead"]) / row["units_wanted"]
+        ahead = f" {whole:6.1%} with look-ahead" if row["look_ahead"] else ""
+        say(f"{row['context']:14} pool {row['pool']}k  {share:6.1%}{ahead}")
+    say(f"\nnats a token over {report['window']} tokens")
+    for row in report["loss"]:
+        say(f"{row['context']:14} {row['method']:12} {row['nats']:.4f}")
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

