@@ -212,9 +212,14 @@ class ExactPass:
         tile = self._tiles[self.next_tile]
         pool = self._cache.pool
         slots = self._cache.device_slot[tile.start : tile.stop]
+        units = pool.slots.units(slots)
+        if self._is_resident:
+            self.device_hits += len(slots)
+            self._attend(tile, units, state)
+            self.next_tile += 1
+            return
         missing = np.flatnonzero(slots < 0)
         self.device_hits += len(slots) - len(missing)
-        units = pool.slots.units(slots)
         self.unread = loaded.slots
         if self._in_place or not len(missing):
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]

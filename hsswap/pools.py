@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from hsswap.config import LayerGroup, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
-from hsswap.errors import ArgumentError, DeviceError
+from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
 from hsswap.tiers import I32, DeviceSlots, HostTier
 
 RING_REGIONS = 2
@@ -160,24 +159,32 @@ class ScratchPool:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._idle: list[Buffer] = []
-        self._behind: deque[tuple[Buffer, Stream, Event]] = deque()
+        self._behind: list[_Behind] = []
 
     def take(self, nbytes: int, stream: Stream) -> Buffer:
         """A buffer of at least ``nbytes`` for work of this stream."""
-        for position, (buffer, owner, _) in enumerate(self._behind):
-            if owner is stream and _suits(buffer, nbytes):
+        for position, behind in enumerate(self._behind):
+            if behind.stream is stream and _suits(behind.buffer, nbytes):
                 del self._behind[position]
-                return buffer
-        while self._behind and _is_over(self._behind[0][2]):
-            self.give_back(self._behind.popleft()[0])
+                return behind.buffer
+        self._reap()
         for position, buffer in enumerate(self._idle):
             if _suits(buffer, nbytes):
                 return self._idle.pop(position)
         return self._device.allocate(nbytes)
 
-    def give_back_behind(self, buffer: Buffer, stream: Stream, event: Event) -> None:
-        """The buffer is used by work of ``stream`` before ``event``, and by nothing else."""
-        self._behind.append((buffer, stream, event))
+    def give_back_behind(self, buffer: Buffer, stream: Stream) -> None:
+        """The buffer is used by what is enqueued on ``stream`` now, and by nothing else."""
+        self._behind.append(_Behind(buffer, stream))
+
+    def _reap(self) -> None:
+        """Take back what other streams are done with. An event is recorded here and not when the
+        buffer came back: most are taken again by their own stream.
+        """
+        for behind in list(self._behind):
+            if behind.is_over():
+                self._behind.remove(behind)
+                self.give_back(behind.buffer)
 
     def give_back(self, buffer: Buffer) -> None:
         """The buffer is no longer used."""
@@ -188,7 +195,7 @@ class ScratchPool:
 
     def close(self) -> None:
         """Free the buffers; nothing may be in flight."""
-        self._idle += [buffer for buffer, _, _ in self._behind]
+        self._idle += [behind.buffer for behind in self._behind]
         self._behind.clear()
         while self._idle:
             self._idle.pop().close()
@@ -199,12 +206,26 @@ def _suits(buffer: Buffer, nbytes: int) -> bool:
     return nbytes <= buffer.nbytes <= 4 * nbytes + 65536
 
 
-def _is_over(event: Event) -> bool:
-    """Whether the work before it has run, or failed."""
-    try:
-        return event.is_done()
-    except DeviceError:  # told to whoever waits for that work
-        return True
+@dataclass(eq=False, slots=True)
+class _Behind:
+    """A buffer in use by work that is enqueued on a stream."""
+
+    buffer: Buffer
+    stream: Stream
+    event: Event | None = None
+
+    def is_over(self) -> bool:
+        """Whether all of it has run, or failed. Never waits."""
+        try:
+            if self.event is None:
+                self.event = self.stream.record()
+            return self.event.is_done()
+        except ClosedError:  # a stream that is closed has waited for its work
+            return True
+        except CaptureError:  # ask again when the capture is over
+            return False
+        except DeviceError:  # told to whoever waits for that work
+            return self.event is not None
 
 
 def state_bytes(group: LayerGroup, rows: int) -> int:

@@ -162,10 +162,7 @@ class SwapState:
             yield buffer
         finally:
             with self.lock:
-                try:
-                    self._scratch.give_back_behind(buffer, stream, stream.record())
-                except HsswapError:  # nobody can say when it is unused
-                    self._resources.append(buffer)
+                self._scratch.give_back_behind(buffer, stream)
 
     def release_after(
         self, event: Event, pool: GroupPool, slots: I32, *, scan: bool = True
