@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
 from hsswap.models.torch_llama import TorchLlama
 from hsswap.models.torch_step import StepAttention, captured, on_device
-from hsswap.rounds import Graph, Stream, Tensor
-
-if TYPE_CHECKING:
-    from hsswap.captured import CapturedSteps
+from hsswap.rounds import Graph, Steps, Stream, Tensor
 
 
 class TorchRows:
@@ -32,7 +29,7 @@ class TorchRows:
     def __call__(
         self,
         stream: Stream,
-        steps: CapturedSteps,
+        steps: Steps,
         tokens: Tensor,
         logits: Tensor,
         *,
@@ -46,7 +43,9 @@ class TorchRows:
             length = on_device(steps.length, model.device)
             places = torch.arange(rows, dtype=torch.int32, device=model.device)
             positions = (length + places).clamp(max=self._last)
-            hidden = model.hidden(ids, positions, StepAttention(model, steps), layers=layers)
+            hidden = model.hidden(
+                ids, positions, StepAttention(model, cast(Any, steps)), layers=layers
+            )
             on_device(logits, model.device).copy_(model.logits(hidden))
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:

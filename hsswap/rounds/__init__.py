@@ -17,6 +17,7 @@ from hsswap.rounds.round import RoundOptions
 from hsswap.rounds.steps_drafter import StepsEarlyExit
 from hsswap.rounds.steps_target import RowsModel, StepsTarget
 from hsswap.rounds.stream import Acceptance, Burst, End, RoundStream
+from hsswap.rounds.waiting_steps import Steps
 
 __all__ = [
     "Acceptance",
@@ -36,6 +37,7 @@ __all__ = [
     "RoundStream",
     "RowsModel",
     "SequenceStart",
+    "Steps",
     "StepsEarlyExit",
     "StepsTarget",
     "Stream",

@@ -21,10 +21,14 @@ from hsswap.rounds.buffers import StreamBufs
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How many more rounds may be issued now, and where that is fewer than asked for, why."""
+    """How many more rounds may be issued now, and where that is fewer than asked for, why.
+
+    ``waits``: enqueuing them may wait for a disk, so it can be neither captured nor hurried.
+    """
 
     rounds: int
     why: str = ""
+    waits: bool = False
 
 
 class Target(ABC):

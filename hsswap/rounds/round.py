@@ -142,6 +142,14 @@ def _choose(
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """``one()`` enqueues a round. ``is_quick``: in microseconds, and without ever waiting."""
+
+    one: Callable[[], None]
+    is_quick: bool
+
+
 class Rounds(Closeable):
     """The round of a stream as something to launch: eagerly once, then as a graph.
 
@@ -165,19 +173,22 @@ class Rounds(Closeable):
         self._graph: Graph | None = None
         self._has_run = False
 
-    def launch_of(self, stream: Stream) -> Callable[[], None]:
-        """What enqueues one round on the stream."""
+    def launches(self, stream: Stream, *, waits: bool) -> Launches:
+        """What enqueues a round on the stream; blocks while something is made anew.
+
+        ``waits``: a pass may wait, so it cannot be captured.
+        """
         if self._target.length_addresses is not self._addresses:
             self.close()
             self._addresses = self._target.length_addresses
             self._round, self._graph = self._make(), None
         enqueue = partial(self._round.enqueue, stream)
-        if not (self._captured and self._has_run):
+        if waits or not (self._captured and self._has_run):
             self._has_run = True
-            return enqueue
+            return Launches(enqueue, is_quick=False)
         if self._graph is None:
             self._graph = self._target.capture(stream, enqueue)
-        return partial(self._graph.launch, stream)
+        return Launches(partial(self._graph.launch, stream), is_quick=True)
 
     def close(self) -> None:
         """Free graph and round. Work on them must have ended. Twice is fine."""

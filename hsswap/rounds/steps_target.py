@@ -2,11 +2,12 @@
 
 Lengths and tables are the device's (:meth:`hsswap.Sequence.captured`), so rounds can be captured
 and issued ahead, on every device. Every block of the sequences is held in the device or the host
-tier meanwhile.
+tier meanwhile; where they do not fit, rounds go one by one, and their passes read from disk.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
@@ -21,6 +22,7 @@ from hsswap.errors import ArgumentError, OutOfBlocks, OutOfSlots
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.contracts import Admission, Target
 from hsswap.rounds.lengths import addresses_of
+from hsswap.rounds.waiting_steps import Steps, WaitingSteps
 
 SESSION_TOKENS = 512
 """Tokens for which steps are opened at a time, where there is room: opening waits for the device
@@ -33,7 +35,7 @@ class RowsModel(Protocol):
     def __call__(
         self,
         stream: Stream,
-        steps: CapturedSteps,
+        steps: Steps,
         tokens: Tensor,
         logits: Tensor,
         *,
@@ -43,7 +45,7 @@ class RowsModel(Protocol):
 
         K and V of each layer go to ``steps.append``, queries to ``steps.attend``; ``logits``
         float32 ``[rows, vocab_size]`` is written, behind the first ``layers`` layers (None: all).
-        Nothing may wait, and what is used must keep its address. Positions of the last rows may
+        What is used must keep its address. Positions of the last rows may
         lie behind the sequence's end. A drafter's token may be NO_TOKEN: any legal one will do.
         """
         ...
@@ -75,17 +77,24 @@ class StepsTarget(Target):
         if k < 1 or not sequences:
             raise ArgumentError(f"{len(sequences)} sequences and {k} drafts; 1 or more of each")
         self.vocab_size = vocab_size
-        self._k, self._session_tokens = k, session_tokens
+        self._device, self._k, self._session_tokens = device, k, session_tokens
         self._stream, self._sequences, self._model = stream, sequences, model
-        self.steps: list[CapturedSteps] = []
+        self.steps: Sequence[Steps] = ()
+        self._captured: list[CapturedSteps] = []
+        self._waiting: list[WaitingSteps] = []
+        self._why = ""
         self._sessions = AsyncExitStack()
         self._positions = [sequence.length for sequence in sequences]
-        shape = (len(sequences), k + 1, vocab_size)
-        self._buffer = device.allocate(4 * int(np.prod(shape)))
-        self.logits = tensor_in(self._buffer, "f32", shape)
+        batch = len(sequences)
+        logits = batch * (k + 1) * vocab_size
+        self._buffer = device.allocate(4 * (logits + batch))
+        self.logits = tensor_in(self._buffer, "f32", (batch, k + 1, vocab_size))
+        self._lengths = tensor_in(self._buffer, "i32", (batch,), offset_bytes=4 * logits)
 
     def verify(self, stream: Stream, bufs: StreamBufs) -> None:
         """See :class:`Target`."""
+        for waiting in self._waiting:
+            waiting.rewind(stream)
         for s, steps in enumerate(self.steps):
             self._model(stream, steps, bufs.vtok.row(s), self.logits.row(s))
 
@@ -96,27 +105,27 @@ class StepsTarget(Target):
     async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`. Steps are opened for more tokens when those they have run out.
 
-        Raises OutOfSlots, with the number needed, when the tiers cannot hold every block of the
-        sequences, and OutOfBlocks.
+        Where the tiers cannot hold every block of the sequences, one round is admitted at a time,
+        whose passes may wait for the disk. Raises OutOfBlocks.
         """
-        if self.steps and all(
-            end <= steps.most_length for end, steps in zip(ends, self.steps, strict=True)
+        if self._captured and all(
+            end <= steps.most_length for end, steps in zip(ends, self._captured, strict=True)
         ):
             return Admission(rounds)
         if under_way:
-            return Admission(0)
-        await self._close_steps()
-        try:
-            await self._open_steps([max(end, p + self._session_tokens) for end, p in
-                                    zip(ends, self._positions, strict=True)])  # fmt: skip
-        except (OutOfBlocks, OutOfSlots):
-            await self._close_steps()
+            return Admission(0, self._why)
+        if not self._waiting:
             try:
-                await self._open_steps(ends)
-            except BaseException:
-                await self._close_steps()
-                raise
-        return Admission(rounds)
+                await self._reopen_steps(ends)
+            except OutOfSlots as error:
+                self._why = f"not every block fits into memory: {error}"
+                self._wait_from_now_on()
+            else:
+                return Admission(rounds)
+        for s, waiting in enumerate(self._waiting):
+            position = self._positions[s]
+            waiting.begin(position, min(ends[s], position + self._k + 1))
+        return Admission(1, self._why, waits=True)
 
     async def settle(self, positions: Sequence[int]) -> None:
         """See :class:`Target`."""
@@ -125,18 +134,49 @@ class StepsTarget(Target):
     async def close(self) -> None:
         """Give the sequences back, cut to what was settled, and free the logits. Twice is fine."""
         await self._close_steps()
+        for sequence, position in zip(self._sequences, self._positions, strict=True):
+            if self._waiting and not sequence.closed and sequence.length > position:
+                await sequence.truncate(position, stream=self._stream)
+        self._waiting = []
         self._buffer.close()
+
+    async def _reopen_steps(self, ends: Sequence[int]) -> None:
+        """Steps up to ``ends``, or further if there is room. Raises OutOfSlots, OutOfBlocks."""
+        await self._close_steps()
+        further = [
+            max(end, position + self._session_tokens)
+            for end, position in zip(ends, self._positions, strict=True)
+        ]
+        try:
+            await self._open_steps(further)
+        except (OutOfBlocks, OutOfSlots):
+            await self._close_steps()
+            try:
+                await self._open_steps(ends)
+            except BaseException:
+                await self._close_steps()
+                raise
 
     async def _open_steps(self, ends: Sequence[int]) -> None:
         for sequence, end in zip(self._sequences, ends, strict=True):
             opened = sequence.captured(end - sequence.length, rows=self._k + 1, stream=self._stream)
-            self.steps.append(await self._sessions.enter_async_context(opened))
-        addresses = [addresses_of([steps.length], 1) for steps in self.steps]
+            self._captured.append(await self._sessions.enter_async_context(opened))
+        addresses = [addresses_of([steps.length], 1) for steps in self._captured]
         self.length_addresses = np.concatenate(addresses)
+        self.steps = self._captured
 
     async def _close_steps(self) -> None:
-        for steps, position in zip(self.steps, self._positions, strict=False):
+        for steps, position in zip(self._captured, self._positions, strict=False):
             steps.finish(position)
-        self.steps = []
-        self.length_addresses = None
+        self._captured, self.steps, self.length_addresses = [], (), None
         await self._sessions.aclose()
+
+    def _wait_from_now_on(self) -> None:
+        """Sequences only grow: what does not fit now never will."""
+        loop = asyncio.get_running_loop()
+        self._waiting = [
+            WaitingSteps(self._device, sequence, self._lengths.rows(s, s + 1), loop)
+            for s, sequence in enumerate(self._sequences)
+        ]
+        self.steps = self._waiting
+        self.length_addresses = addresses_of([self._lengths], len(self._sequences))

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.round_operations import RoundFlag
 from hsswap.errors import ArgumentError, BadDraft, ClosedError, HsswapError, ModelError
+from hsswap.loop import in_thread
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
-from hsswap.rounds.contracts import Drafter, Target
+from hsswap.rounds.contracts import Admission, Drafter, Target
 from hsswap.rounds.pacing import Progress, furthest, rounds_to_issue
 from hsswap.rounds.round import RoundOptions, Rounds
 
@@ -145,7 +148,7 @@ class RoundStream:
         self._failure: BaseException | None = None
         self._tokens: deque[int] = deque()
         self._error: HsswapError | None = None
-        self._waiting = False
+        self._iterating = asyncio.Lock()
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -181,7 +184,7 @@ class RoundStream:
         the stream is greedy, and while bursts are under way.
         """
         self._check_open()
-        if self._under_way or self._waiting:
+        if self._under_way or self._iterating.locked():
             raise ArgumentError("start() while bursts are under way; iterate to the end, or close")
         room = self._bufs.history.shape[1]
         for sequence in sequences:
@@ -236,20 +239,17 @@ class RoundStream:
 
     async def _next_burst(self) -> Burst | None:
         self._check_open()
-        if self._waiting:
+        if self._iterating.locked():
             raise ArgumentError("two tasks iterate one round stream; let one of them do it")
-        if self._failure is not None:
-            raise self._failure
-        self._waiting = True
-        try:
+        async with self._iterating:
+            if self._failure is not None:
+                raise self._failure
             if not self._undelivered:
                 if not self._under_way and not await self._issue():
                     return None
                 await self._issue()
                 await self._drain()
             return self._undelivered.popleft()
-        finally:
-            self._waiting = False
 
     async def close(self) -> None:
         """Wait for what is under way and free everything. Twice is fine."""
@@ -266,11 +266,10 @@ class RoundStream:
             self._free()
 
     async def _end_quietly(self) -> None:
-        for burst in self._under_way:
-            try:
-                await burst.published.event.wait()
-            except HsswapError:  # it has ended, and nobody asks for its result any more
-                continue
+        async with self._iterating:  # who iterates may be enqueuing
+            for burst in self._under_way:
+                with suppress(HsswapError):  # it has ended, and nobody asks for its result any more
+                    await burst.published.event.wait()
 
     async def _issue(self) -> bool:
         """Enqueue one more burst, if there is use for it and room. Whether one was."""
@@ -289,12 +288,25 @@ class RoundStream:
         rounds = min(wanted, admission.rounds)
         if not rounds:
             return False
-        launch = self._rounds.launch_of(self._stream)
-        self._bufs.begin(self._stream)
-        for _ in range(rounds):
-            launch()
-        self._under_way.append(_UnderWay(self._bufs.publish(self._stream), rounds, admission.why))
+        await self._enqueue(rounds, admission)
         return True
+
+    async def _enqueue(self, rounds: int, admission: Admission) -> None:
+        """Put a burst on the stream: from here if that is quick, else from a thread, to its end."""
+        prepare = partial(self._rounds.launches, self._stream, waits=admission.waits)
+        launches = await in_thread(prepare)
+
+        def enqueue() -> None:
+            self._bufs.begin(self._stream)
+            for _ in range(rounds):
+                launches.one()
+            published = self._bufs.publish(self._stream)
+            self._under_way.append(_UnderWay(published, rounds, admission.why))
+
+        if launches.is_quick:
+            enqueue()
+        else:
+            await in_thread(enqueue)
 
     async def _drain(self) -> None:
         """Take in the oldest burst. Cancelled while waiting, it stays the oldest."""

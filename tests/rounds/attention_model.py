@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 import hsswap
 from hsswap.bf16 import from_float32, to_float32
-from hsswap.captured import CapturedSteps
 from hsswap.config import ModelDims
 from hsswap.driver.base import Graph, Stream
 from hsswap.driver.tensor import Tensor
+from hsswap.rounds.waiting_steps import Steps
 from tests.rounds.models import enqueue
 
 F32 = NDArray[np.float32]
@@ -66,7 +66,7 @@ class Rows:
     def __call__(
         self,
         stream: Stream,
-        steps: CapturedSteps,
+        steps: Steps,
         tokens: Tensor,
         logits: Tensor,
         *,

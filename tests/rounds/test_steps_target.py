@@ -10,7 +10,6 @@ import pytest
 
 import hsswap
 from hsswap.config import SwapConfig
-from hsswap.errors import OutOfSlots
 from hsswap.io.memory import MemoryIO
 from hsswap.rounds import (
     NgramDrafter,
@@ -27,10 +26,12 @@ COUNT = 90
 
 
 @asynccontextmanager
-async def swap_of(*, host_slots: int = 120) -> AsyncIterator[hsswap.HighSpeedSwap]:
+async def swap_of(
+    *, host_slots: int = 120, tokens: int = 800
+) -> AsyncIterator[hsswap.HighSpeedSwap]:
     """With fewer device slots than blocks."""
     config = SwapConfig(
-        DIMS, 800, device_slots=44, host_slots=host_slots, max_sequences=2, tile_tokens=256
+        DIMS, tokens, device_slots=44, host_slots=host_slots, max_sequences=2, tile_tokens=256
     )
     async with hsswap.HighSpeedSwap.open(config, io=MemoryIO()) as swap:
         yield swap
@@ -118,26 +119,36 @@ async def test_tokens_are_those_of_plain_steps(
             assert int(np.argmax(logits[-1])) == wanted[COUNT + 1]
 
 
-async def test_tiers_too_small_are_told() -> None:
-    """Rounds ahead need every block in memory: the error says how many slots, and the sequence is
-    as it was.
+@pytest.mark.parametrize("drafter", ["ngram", "exit-1"])
+async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
+    """Where the tiers hold less than the sequence: one round at a time, which says why; the tokens
+    are the same up to the end of the store, and the sequence goes on.
     """
-    prompt = [1, 2, 3] * 200
-    async with swap_of(host_slots=34) as swap, swap.sequence() as sequence:
-        await run_rows(sequence, prompt, 0)
-        stream = swap.device.stream()
-        target = StepsTarget(swap.device, stream, [sequence], Rows(4), k=3, vocab_size=VOCAB)
-        async with RoundStream(
-            *(swap.device, target, NgramDrafter(swap.device)),
-            k=3,
-            rounds=2,
-            history_tokens=700,
-            stream=stream,
-        ) as speculating:
-            await speculating.start([SequenceStart(prompt, 1, len(prompt) + 20)])
-            with pytest.raises(OutOfSlots, match="host_slots"):
-                await anext(speculating.tokens())
+    prompt, count = [1, 2, 3] * 200, 40
+    wanted = await plain(prompt, count + 2)
+    async with swap_of(host_slots=34, tokens=len(prompt) + count + 1) as swap:
+        sequence, stream, model = swap.sequence(), swap.device.stream(), Rows(4)
+        first = int(np.argmax((await run_rows(sequence, prompt, 0))[-1]))
+        target = StepsTarget(swap.device, stream, [sequence], model, k=3, vocab_size=VOCAB)
+        with StepsEarlyExit(swap.device, target, model, layers=1) as early:
+            async with RoundStream(
+                *(swap.device, target, early if drafter == "exit-1" else NgramDrafter(swap.device)),
+                k=3,
+                rounds=2,
+                history_tokens=700,
+                stream=stream,
+            ) as speculating:
+                await speculating.start([SequenceStart(prompt, first, len(prompt) + count)])
+                made = [first]
+                async for burst in speculating.bursts():
+                    made += burst.tokens[0]
+                    assert burst.rounds == 1
+                    assert "host_slots" in burst.why
         await target.close()
         stream.close()
-        assert sequence.length == len(prompt)
-        await run_rows(sequence, [1], len(prompt))
+        assert made == wanted[: count + 1]
+        assert sequence.length == len(prompt) + count
+        logits = await run_rows(sequence, made[-1:], sequence.length)
+        assert int(np.argmax(logits[-1])) == wanted[count + 1]
+        assert swap.statistics().blocks_read > 100
+        await sequence.close()
