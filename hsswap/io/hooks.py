@@ -1,11 +1,11 @@
-"""One thread that runs the hooks of transfers: checksums too long for the loop's thread."""
+"""Threads that run the hooks of transfers: checksums too long for the loop's thread."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hsswap.errors import BlockIOError, HsswapError
 from hsswap.io.base import Operation, Transfer
@@ -26,14 +26,14 @@ def run_hook(transfer: Transfer) -> HsswapError | None:
     return None
 
 
-class HookThread:
-    """Runs hooks in the order of their priority, and within one in the order given.
+class HookThreads:
+    """Begins hooks in the order of their priority, and within one in the order given.
 
     ``done``: transfers with what :func:`run_hook` returned, for the loop to take out. ``wake()`` is
-    called on the thread after the first one that the loop has not been woken for.
+    called on a thread after the first one that the loop has not been woken for.
     """
 
-    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, names: Sequence[str], wake: Callable[[], None]) -> None:
         self.done: deque[tuple[Transfer, HsswapError | None]] = deque()
         self._wake = wake
         self._condition = threading.Condition(threading.Lock())
@@ -41,8 +41,11 @@ class HookThread:
         self._sequence = 0
         self._stopping = False
         self._wake_pending = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name=name, daemon=True) for name in names
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def push(self, transfers: list[Transfer]) -> None:
         """Queue the hooks of transfers."""
@@ -50,7 +53,7 @@ class HookThread:
             for transfer in transfers:
                 self._sequence += 1
                 heapq.heappush(self._queue, (transfer.priority, self._sequence, transfer))
-            self._condition.notify()
+            self._condition.notify(len(transfers))
 
     def take(self) -> list[tuple[Transfer, HsswapError | None]]:
         """What has been done since the last call."""
@@ -61,11 +64,12 @@ class HookThread:
         return taken
 
     def stop(self) -> None:
-        """End the thread, which must be idle."""
+        """End the threads, which must be idle."""
         with self._condition:
             self._stopping = True
-            self._condition.notify()
-        self._thread.join()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
         while True:
@@ -78,5 +82,6 @@ class HookThread:
             self.done.append((transfer, run_hook(transfer)))
             del transfer  # an idle thread must not keep a buffer alive
             if not self._wake_pending:
+                # Two threads may both get here: one wake-up too many, which finds nothing to do.
                 self._wake_pending = True
                 self._wake()

@@ -30,7 +30,7 @@ from hsswap.io.base import (
     Transfer,
 )
 from hsswap.io.counted import QUEUE_LIMIT, CountedIO
-from hsswap.io.hooks import HookThread, run_hook
+from hsswap.io.hooks import HookThreads, run_hook
 from hsswap.io.posix import PosixIO
 from hsswap.io.problems import io_error
 from hsswap.io.uring_queue import DriveQueue
@@ -54,6 +54,7 @@ Quick hooks run on the loop's thread (1 MiB in 30 us). A thread for them costs m
 away: it gets the GIL back only when the loop's thread lets go, up to 5 ms later. Longer transfers,
 and hooks that are not ``quick``, do go to a thread."""
 INLINE_BYTES = 1 << 20
+HOOK_THREADS = 2
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -79,7 +80,7 @@ class UringIO(CountedIO):
         self._calls = calls
         self._posix = PosixIO(1)
         self._queue: DriveQueue | None = None
-        self._hooks: HookThread | None = None
+        self._hooks: HookThreads | None = None
         self._waiting: tuple[deque[Transfer], ...] = tuple(deque() for _ in Priority)
         # Of those started: how many, and their bytes by priority.
         self._started = 0
@@ -123,7 +124,8 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        self._hooks = HookThread("hsswap-uring-hooks", lambda: os.eventfd_write(event, 1))
+        names = [f"hsswap-hooks-{number}" for number in range(HOOK_THREADS)]
+        self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
 
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
         self._require_open()
