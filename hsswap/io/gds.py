@@ -25,6 +25,7 @@ Rules that follow from how kvikio works (``facts/dependencies.md`` 5):
   :meth:`~hsswap.io.base.BlockIO.submit`, and start what uses it after ``on_done``.
 * ``prepare`` and ``verify`` see a transfer's addresses as they are; on device memory they must not
   touch them with the processor.
+* Close the backend before the context that its memory is of: kvikio frees pinned memory in it.
 * Do not fork after the start: cuFile and kvikio's pool do not survive it. Use spawn.
 """
 
