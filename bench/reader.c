@@ -3,10 +3,11 @@
  *
  *   reader ENGINE OPERATION BLOCK_BYTES DEPTH FILE...
  *
- * ENGINE: "threads" (DEPTH threads in pread) or "uring" (one io_uring of DEPTH entries with
- * registered buffers). OPERATION: "read" or "write". For each line on stdin, a number of
+ * ENGINE: "threads" (DEPTH threads in pread), "threads-sum" (the same, and each adds up what it read:
+ * a drive that is another program's copy is slower at memory that somebody looks at) or "uring" (one
+ * io_uring of DEPTH entries with registered buffers). OPERATION: "read" or "write". For each line on stdin, a number of
  * milliseconds, it works that long and prints "operations seconds cpu_seconds". Ends with stdin.
- * hsswap compiles it with: cc -O2 -pthread reader.c
+ * hsswap compiles it with: cc -O3 -pthread reader.c
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +27,7 @@
 
 #define MAX_FILES 4096
 
-static int files[MAX_FILES], file_count, writing, depth;
+static int files[MAX_FILES], file_count, writing, summing, depth;
 static uint64_t file_blocks[MAX_FILES], block_bytes;
 static char *memory;
 static double deadline;
@@ -70,6 +71,18 @@ static int somewhere(uint64_t *state, uint64_t *offset)
 
 /* Threads. */
 
+static uint64_t sum(const char *block)
+{
+	const uint64_t *words = (const uint64_t *)block;
+	uint64_t total[8] = {0};
+	for (uint64_t i = 0; i < block_bytes / 8; i += 8)
+		for (int lane = 0; lane < 8; lane++)
+			total[lane] += words[i + lane];
+	return total[0] + total[1] + total[2] + total[3] + total[4] + total[5] + total[6] + total[7];
+}
+
+static volatile uint64_t sums[4096];
+
 static pthread_barrier_t barrier;
 static long counts[4096];
 
@@ -81,15 +94,17 @@ static void *work(void *argument)
 	for (;;) {
 		pthread_barrier_wait(&barrier); /* begin */
 		counts[number] = 0;
-		while (now() < deadline) {
+		do { /* one at least, however late it got its turn */
 			uint64_t offset;
 			int file = somewhere(&state, &offset);
 			ssize_t moved = writing ? pwrite(file, block, block_bytes, offset)
 						: pread(file, block, block_bytes, offset);
 			if (moved != (ssize_t)block_bytes)
 				die("a short or failed transfer", moved < 0 ? errno : EIO);
+			if (summing)
+				sums[number] += sum(block);
 			counts[number]++;
-		}
+		} while (now() < deadline);
 		pthread_barrier_wait(&barrier); /* end */
 	}
 	return NULL;
@@ -206,10 +221,11 @@ static long run_ring(void)
 int main(int argc, char **argv)
 {
 	if (argc < 6 || argc - 5 > MAX_FILES) {
-		fprintf(stderr, "usage: reader threads|uring read|write BLOCK_BYTES DEPTH FILE...\n");
+		fprintf(stderr, "usage: reader threads|threads-sum|uring read|write BLOCK_BYTES DEPTH FILE...\n");
 		return 2;
 	}
 	int uring = !strcmp(argv[1], "uring");
+	summing = !strcmp(argv[1], "threads-sum");
 	writing = !strcmp(argv[2], "write");
 	block_bytes = strtoull(argv[3], NULL, 10);
 	depth = atoi(argv[4]);

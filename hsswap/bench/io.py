@@ -43,6 +43,8 @@ KIB = 1024
 BLOCKS_KIB, DEPTHS = (12, 64, 256, 1024), (1, 8, 64)
 QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
 ENGINES = ("threads", "uring")
+SUMMING = "threads-sum"
+"""A reader that looks at its bytes, as checksums must."""
 SLICE_S, QUICK_SLICE_S = 0.1, 0.02
 FIO_S = 1
 Row = dict[str, Any]
@@ -210,6 +212,7 @@ async def _compare(
         for engine in ENGINES:
             arms.append(ReaderArm(program, engine, operation, block_bytes, depth, files))
         if operation is Operation.READ:
+            arms.append(ReaderArm(program, SUMMING, operation, block_bytes, depth, files))
             for target in (None, device) if device is not None else (None,):
                 if kvikio := KvikioArm.make(files, block_bytes, depth, target):
                     arms.append(kvikio)
@@ -229,6 +232,8 @@ async def _compare(
         row["of_reader"] = _ratio(mine, readers[best])
         row["reader"] = best
         row |= {f"of_{name}": _ratio(mine, theirs) for name, theirs in readers.items()}
+        if (summing := found.get((f"c-{SUMMING}", "host"))) is not None:
+            row[f"of_c-{SUMMING}"] = _ratio(mine, summing)
         if ("kvikio", arm.destination) in found:
             row["of_kvikio"] = _ratio(mine, found["kvikio", arm.destination])
     loop = asyncio.get_running_loop()
@@ -316,12 +321,17 @@ def _print(plan: _Plan, rows: list[Row]) -> None:
     """The table for people, one part of it."""
     first = rows[0]
     title = f"{first['operation']} {first['block_kib']} KiB, {first['depth']} in flight"
-    print(f"{title:34}    MB/s  us/block  lag p50/p99 ms  of the reader in C", file=plan.people)
+    print(
+        f"{title:34}    MB/s  us/block  lag p50/p99 ms  of the reader in C  of one that sums",
+        file=plan.people,
+    )
     for row in rows:
         lag = row.get("loop_lag_ms")
         lags = f"{lag['p50']:6.2f} {lag['p99']:7.2f}" if lag else ""
         ratio = row.get("of_reader")
         of_reader = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""
+        if summing := row.get(f"of_c-{SUMMING}"):
+            of_reader += f"  {summing[0]:.2f} [{summing[1]:.2f}, {summing[2]:.2f}]"
         where = "" if row["memory"] == "host" else f"to {row['memory']}, "
         name = f"  {row['arm']} ({where}{row['path']})"
         print(

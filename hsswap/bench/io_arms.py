@@ -240,7 +240,7 @@ def compile_reader(folder: Path) -> Path:
     if not READER_SOURCE.is_file():
         raise BenchError(f"{READER_SOURCE} is not there; run the bench from a checkout of hsswap")
     program = folder / "reader"
-    command = [compiler, "-O2", "-pthread", "-o", str(program), str(READER_SOURCE)]
+    command = [compiler, "-O3", "-pthread", "-o", str(program), str(READER_SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise BenchError(f"compiling {READER_SOURCE} failed: {done.stderr.strip()[:500]}")

@@ -15,6 +15,7 @@ COLOURS = {
     "gds": "#F0E442",
     "c-threads": "#999999",
     "c-uring": "#444444",
+    "c-threads-sum": "#666666",
     "kvikio": "#009E73",
     "fio": "#CC79A7",
 }  # Okabe and Ito 2008

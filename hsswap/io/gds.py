@@ -25,7 +25,8 @@ Rules that follow from how kvikio works (``facts/dependencies.md`` 5):
   :meth:`~hsswap.io.base.BlockIO.submit`, and start what uses it after ``on_done``.
 * ``prepare`` and ``verify`` see a transfer's addresses as they are; on device memory they must not
   touch them with the processor.
-* Close the backend before the context that its memory is of: kvikio frees pinned memory in it.
+* Primary contexts of devices whose memory was used stay until the process ends: kvikio would use
+  its streams of one that is gone. A context that the caller made must outlive the backend.
 * Do not fork after the start: cuFile and kvikio's pool do not survive it. Use spawn.
 """
 
@@ -347,8 +348,6 @@ class GdsIO(PosixIO):
                 self._driver.make_current(self._context)
         if self._kvikio is not None:
             release(self._kvikio)
-        if self._driver is not None:
-            self._driver.close()
 
 
 def _failure(error: Exception, what: str) -> BlockIOError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hsswap.errors import ConfigError, DeviceError
 
@@ -63,8 +63,14 @@ class CudaDriver:
     """An open libcuda. Raises GdsUnavailable where there is none.
 
     Loading starts nothing: in a process that has not called cuInit every address is host memory.
-    Instances share nothing but the driver itself.
+    Instances share the driver and the primary contexts, which are retained once and never released.
+    kvikio keeps a stream for each thread and context, and uses it again without asking whether the
+    context is still there: with the next one at the same address that ended in a crash (26.6 on
+    driver 580, a device closed and opened again).
     """
+
+    _primary: ClassVar[dict[int, int]] = {}  # by device
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         try:
@@ -74,15 +80,7 @@ class CudaDriver:
                 f"{LIBRARY} (the NVIDIA driver) cannot be loaded, and kvikio moves nothing without "
                 "it; install the driver, or choose io='posix' or io='auto'"
             ) from error
-        self._primary: dict[int, int] = {}  # retained contexts by device, until close
-        self._lock = threading.Lock()  # for the line above: workers share this object
         self._answers = _Answers()
-
-    def close(self) -> None:
-        """Let go of the contexts that were retained."""
-        while self._primary:
-            device, _ = self._primary.popitem()
-            self._check("cuDevicePrimaryCtxRelease_v2", ctypes.c_int(device))
 
     def allocation(self, address: int) -> Allocation | None:
         """The device allocation around an address, or None for host memory of any kind.
@@ -98,12 +96,16 @@ class CudaDriver:
         self._require(code, "cuPointerGetAttributes")
         if found.kind.value != MEMORY_TYPE_DEVICE:
             return None
+        primary = self.primary_context(found.device.value)
         # Memory of a pool (cuMemAllocAsync) or of cuMemMap belongs to no context.
-        context = found.context.value or self.primary_context(found.device.value)
+        context = found.context.value or primary
         return Allocation(found.base.value, found.nbytes.value, context)
 
     def primary_context(self, device: int) -> int:
-        """The primary context of a device, retained until :meth:`close`."""
+        """The primary context of a device, which stays from now on."""
+        found = self._primary.get(device)
+        if found is not None:
+            return found
         with self._lock:
             found = self._primary.get(device)
             if found is None:

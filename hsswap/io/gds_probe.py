@@ -61,7 +61,7 @@ def missing_packages() -> list[Reason]:
     if importlib.util.find_spec("kvikio") is None:
         reasons.append(Reason("the package kvikio is not installed", INSTALL))
     try:
-        CudaDriver().close()
+        CudaDriver()
     except GdsUnavailable:
         reasons.append(
             Reason("libcuda.so.1 cannot be loaded", "install the NVIDIA driver, 580 or newer")
@@ -178,7 +178,6 @@ def try_transfer(directory: Path) -> str | None:
         return str(error) or repr(error)
     finally:
         release(library)
-        driver.close()
 
 
 def _write_and_read(directory: Path, driver: CudaDriver, library: Kvikio) -> str | None:

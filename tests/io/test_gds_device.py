@@ -131,7 +131,9 @@ async def test_spans_in_several_allocations_and_neighbours_in_one_call(
     await io.close()
 
 
-async def test_memory_that_belongs_to_no_context(backend: GdsIO, tmp_path: Path) -> None:
+async def test_memory_that_belongs_to_no_context(
+    backend: GdsIO, drivers: Drivers, tmp_path: Path
+) -> None:
     memory = DevicePages.memory
     await backend.start(tmp_path)
     file = await backend.create_file(tmp_path / "file", 4 * PAGE)
@@ -146,7 +148,9 @@ async def test_memory_that_belongs_to_no_context(backend: GdsIO, tmp_path: Path)
     memory.on_device(memory.driver.download, found.ctypes.data, address, found.nbytes)
     assert np.array_equal(found, host.spans)
     memory.free_pooled(address)
+    released = drivers.count("cuDevicePrimaryCtxRelease")
     await backend.close()
+    assert drivers.count("cuDevicePrimaryCtxRelease") == released  # kvikio's streams are in it
 
 
 async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: Path) -> None:
