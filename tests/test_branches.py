@@ -16,7 +16,7 @@ from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots, SwapCon
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.branches import TOP_K, Branch, alone, rows_of
 from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
-from tests.swap_watch import Linked, pools_of, turns, until, watched, within
+from tests.swap_watch import Linked, Stuck, pools_of, turns, until, watched, within
 
 CASE = random_case(SMALL, 900, seed=21)
 OTHER = random_case(MIXED, 900, seed=22)
@@ -204,6 +204,38 @@ async def test_a_cancelled_truncate_goes_on() -> None:
             await branch.append([*range(600, 650)])
             await branch.check()
             await branch.sequence.close()
+
+
+@pytest.mark.parametrize("extra", [0, 90])
+async def test_what_is_cut_away_is_not_filled_again_under_its_reader(extra: int) -> None:
+    """A question hangs in its stream while its blocks are cut away and others want the slots."""
+    wanted = await alone(CASE, [*range(520)])
+    async with watched(config_of(CASE, extra_device=extra, extra_host=60)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(520)])
+        await swap.flush()
+        stuck = Stuck(swap)
+        out = np.full((1, 6, 16), 0x7FC0, np.uint16)
+        asking = asyncio.ensure_future(
+            branch.sequence.attend(0, CASE.queries[0][519:520], out, stream=stuck.stream)
+        )
+        await turns(100)
+        if not asking.done():  # it waits for the stream, as deep as a queue may be
+            stuck.go()
+        result = await asking
+        cutting = asyncio.ensure_future(branch.sequence.truncate(3, stream=stuck.stream))
+        await turns(50)
+        others = [Branch(swap.sequence(), CASE) for _ in range(2)]
+        growing = [asyncio.ensure_future(b.append([*range(300, 640)])) for b in others]
+        await turns(300)
+        stuck.go()
+        await asyncio.gather(cutting, *growing)
+        branch.rows = branch.rows[:3]
+        await result.done()
+        assert (out == wanted[0][519]).all()
+        for each in (branch, *others):
+            await each.check()
+        await asyncio.to_thread(stuck.stream.close)
 
 
 async def test_bad_lengths_and_forks_in_the_middle_of_a_step() -> None:
