@@ -76,8 +76,9 @@ class Target(ABC):
 
     @abstractmethod
     async def settle(self, positions: Sequence[int]) -> None:
-        """A burst has drained: K and V in front of ``positions`` are final. They may be written
-        behind; later rounds may be under way.
+        """A burst has drained, or sequences start: K and V in front of ``positions`` are final.
+
+        They may be written behind. Later rounds may be under way.
         """
 
 

@@ -118,6 +118,10 @@ class Round(Closeable):
                 self._kernels.reject(stream, work)
         self._kernels.spec_round_end(stream, self._end)
 
+    def reset(self, stream: Stream) -> None:
+        """All lengths to where the sequences start, as if the round in front had done nothing."""
+        self._kernels.spec_rollback_stream(stream, self._end.rollback)
+
     def close(self) -> None:
         """Free the table of lengths. Work on it must have ended. Twice is fine."""
         self._table.close()
@@ -189,6 +193,11 @@ class Rounds(Closeable):
         if self._graph is None:
             self._graph = self._target.capture(stream, enqueue)
         return Launches(partial(self._graph.launch, stream), is_quick=True)
+
+    def reset(self, stream: Stream) -> None:
+        """See :meth:`Round.reset`; lengths that are made later start there by themselves."""
+        if self._target.length_addresses is self._addresses:
+            self._round.reset(stream)
 
     def close(self) -> None:
         """Free graph and round. Work on them must have ended. Twice is fine."""

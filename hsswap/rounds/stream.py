@@ -179,9 +179,10 @@ class RoundStream:
     ) -> None:
         """Begin with new sequences, one for each place of the batch.
 
-        The target must hold each one's K and V. Raises ArgumentError, and nothing is changed, for
-        lists of the wrong size, a capacity under the tokens that are there, a temperature where
-        the stream is greedy, and while bursts are under way.
+        The target must hold each one's K and V; it may hold more, of an earlier start. Raises
+        ArgumentError, and nothing is changed, for lists of the wrong size, a capacity under the
+        tokens that are there, a temperature where the stream is greedy, and while bursts are under
+        way.
         """
         self._check_open()
         if self._under_way or self._iterating.locked():
@@ -198,6 +199,7 @@ class RoundStream:
                     "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
                 )
         await self._bufs.start(self._stream, sequences, stop_tokens)
+        self._rounds.reset(self._stream)
         self._starts = list(sequences)
         self._positions = [len(sequence.tokens) for sequence in sequences]
         self._ended = [
@@ -208,6 +210,7 @@ class RoundStream:
         self._drained, self._failure, self._error = None, None, None
         self._undelivered.clear()
         self._tokens.clear()
+        await self._target.settle(self._positions)
 
     def tokens(self) -> AsyncIterator[int]:
         """The tokens of a batch of one, in order, without the pending one that it started with.

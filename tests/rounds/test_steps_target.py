@@ -152,3 +152,29 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
         assert int(np.argmax(logits[-1])) == wanted[count + 1]
         assert swap.statistics().blocks_read > 100
         await sequence.close()
+
+
+async def test_a_second_start_goes_back_within_the_steps() -> None:
+    """The same prompt once more, from the K and V that are there: the same tokens, no new graph."""
+    prompt, k = PROMPTS[0], 3
+    wanted = await plain(prompt, COUNT + 1)
+    async with swap_of() as swap, swap.sequence() as sequence:
+        stream, model = swap.device.stream(), Rows(k + 1)
+        assert int(np.argmax((await run_rows(sequence, prompt, 0))[-1])) == wanted[0]
+        target = StepsTarget(swap.device, stream, [sequence], model, k=k, vocab_size=VOCAB)
+        async with RoundStream(
+            *(swap.device, target, NgramDrafter(swap.device)),
+            k=k,
+            rounds=4,
+            history_tokens=300,
+            stream=stream,
+        ) as speculating:
+            for count in (COUNT, 7, COUNT):
+                start = SequenceStart(prompt, wanted[0], len(prompt) + count)
+                await speculating.start([start])
+                steps = target.steps
+                assert [t async for t in speculating.tokens()] == wanted[1 : count + 1]
+            assert target.steps is steps
+        await target.close()
+        stream.close()
+        assert sequence.length == len(prompt) + COUNT
