@@ -190,7 +190,8 @@ def test_numbers_and_places_that_cannot_be(
 
 
 def test_a_device_without_a_driver(tiny: TinyRun, capsys: Capture) -> None:
-    assert main(tiny.arguments("--device", "cuda:0")) == 1
+    enough = ("--slots", "400", "--host-slots", "400")  # spans of a GPU are longer
+    assert main(tiny.arguments("--device", "cuda:0", *enough)) == 1
     printed = capsys.readouterr().err
     assert "loading" not in printed
     assert "cuda:0" in printed
