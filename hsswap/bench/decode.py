@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, SwapConfig, TopK
+from hsswap import HighSpeedSwap, LayerGroup, ModelDims, PredictorConfig, SwapConfig, TopK
 from hsswap.bench.common import Machine
 from hsswap.bench.decode_arms import Arm, Arms, Problem, arms_for
 from hsswap.bench.lab import Lab, Turns, tell
@@ -29,12 +29,17 @@ from hsswap.bench.synthetic import BLOCK, Shape
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 from hsswap.models import LlamaConfig
+from hsswap.rope import Rope
 
 Row = dict[str, Any]
 FLOORS = {32768: 0.8, 131072: 1.2}
 """D1, by tokens."""
 
 AGAINST = {"host-decided": ("D2a", 1.2), "copies": ("D2b", 3.0), "offloaded": ("D2c", 10.0)}
+PREDICTORS = ("projection", "codes")
+PROMPT_TOKENS = 1088
+"""Of the sequence, with queries, for a predictor that must see some."""
+
 TILE_TOKENS = 1024
 STEPS = 64
 """Different queries; then they come again, when the unit cache has long dropped their blocks."""
@@ -72,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
     add("--tokens", metavar="N,N", help="only these lengths: 32768, 131072")
     add("--arms", metavar="A,B", help="beside dense and top-k only these of D2 (all)")
+    add("--predictor", choices=PREDICTORS, default=PREDICTORS[0], help="(%(default)s)")
     add("--layers", type=int, metavar="N", help="layers of the model (32)")
 
 
@@ -90,7 +96,7 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     with Lab.on(args.device) as lab:
         arms = arms_for(lab, model)
         for size in sizes:
-            rows += asyncio.run(_measure(lab, arms, model, size, chosen, args.quick))
+            rows += asyncio.run(_measure(lab, arms, model, size, chosen, args))
     result = {
         "bench": "decode",
         "quick": bool(args.quick),
@@ -107,17 +113,17 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
-def config_of(model: LlamaConfig, size: Size, device: str) -> SwapConfig:
+def config_of(
+    model: LlamaConfig, size: Size, device: str, predictor: str = PREDICTORS[0]
+) -> SwapConfig:
     """Slots for two sequences, one to be captured and its fork: a unit cache a layer each, the ring
     for what is exact, and host slots for every block.
     """
-    dims = ModelDims.uniform(
-        layers=model.layers,
-        q_heads=model.q_heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        block_size=BLOCK,
-    )
+    c = model
+    places = Shape(c.q_heads, c.kv_heads, c.head_dim, 0, 0).places
+    rope = Rope(10000.0, places, "adjacent")  # of the synthetic keys, not the model's
+    group = LayerGroup(c.layers, c.q_heads, c.kv_heads, c.head_dim, rope=rope)
+    dims = ModelDims((group,), BLOCK)
     ring = 2 * TILE_TOKENS // BLOCK
     blocks = size.tokens // BLOCK
     cached = TopK(size.k, size.cache_factor).cache_blocks(BLOCK)
@@ -130,17 +136,24 @@ def config_of(model: LlamaConfig, size: Size, device: str) -> SwapConfig:
         device=device,
         io="memory",
         tile_tokens=TILE_TOKENS,
-        predictor=PredictorConfig(kind="projection"),
+        predictor=PredictorConfig(kind=predictor),
     )
 
 
 async def _measure(
-    lab: Lab, arms: Arms, model: LlamaConfig, size: Size, chosen: tuple[str, ...], quick: bool
+    lab: Lab,
+    arms: Arms,
+    model: LlamaConfig,
+    size: Size,
+    chosen: tuple[str, ...],
+    args: argparse.Namespace,
 ) -> list[Row]:
     """All arms at one length."""
-    shape = Shape(model.q_heads, model.kv_heads, model.head_dim, size.tokens - 1, STEPS)
+    c, quick = model, args.quick
+    prompt = min(PROMPT_TOKENS, size.tokens - 1) if args.predictor == "codes" else 0
+    shape = Shape(c.q_heads, c.kv_heads, c.head_dim, size.tokens - 1, STEPS, prompt)
     async with AsyncExitStack() as undo:
-        config = config_of(model, size, lab.device)
+        config = config_of(model, size, lab.device, args.predictor)
         swap = await undo.enter_async_context(HighSpeedSwap.open(config))
         top_k = TopK(size.k, size.cache_factor)
         sequence = await undo.enter_async_context(swap.sequence(top_k=top_k))
@@ -156,6 +169,7 @@ async def _measure(
     common = {
         "tokens": size.tokens,
         "k": size.k,
+        "predictor": args.predictor,
         "cached_share": cached,
         "trace": asdict(traits),
         "missed_units_a_layer": missed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,11 +81,28 @@ def arms_for(lab: Lab, model: LlamaConfig) -> Arms:
     return HostArms(model)
 
 
-async def fill_layer(problem: Problem, layer: int, keys: Any, values: Any) -> None:
-    """Append a layer's K and V, as the swap takes them, a part at a time."""
-    for start in range(0, len(keys), FILL_ROWS):
-        part = slice(start, start + FILL_ROWS)
-        await problem.sequence.append(layer, keys[part], values[part], stream=problem.lab.stream)
+Rows = Callable[[int, slice], tuple[Any, Any]]
+"""K and V of some rows of a layer, as the swap takes them."""
+
+
+async def fill_sequence(problem: Problem, rows: Rows, prompt: Callable[[int], Any]) -> None:
+    """Append all K and V; a predictor that must see a prompt's queries is shown one first."""
+    lab, swap, sequence, shape = problem.lab, problem.swap, problem.sequence, problem.shape
+    layers = range(swap.config.dims.layers)
+    start = shape.prompt
+    if start:
+        for layer in layers:
+            await sequence.append(layer, *rows(layer, slice(0, start)), stream=lab.stream)
+            queries = prompt(layer)
+            out = lab.arrays.for_swap(lab.arrays.new(tuple(queries.shape)))
+            result = await sequence.attend(layer, queries, out, exact=True, stream=lab.stream)
+            await result.done()
+        assert swap.calibration is not None
+        await swap.calibration.basis()
+    for layer in layers:
+        for first in range(start, shape.tokens, FILL_ROWS):
+            part = slice(first, min(first + FILL_ROWS, shape.tokens))
+            await sequence.append(layer, *rows(layer, part), stream=lab.stream)
 
 
 @contextmanager
@@ -170,13 +187,15 @@ class HostArms:
             traits = traits or traits_of(maker, problem.shape, trace)
             self._traces.append(trace)
             self._queries.append(from_float32(trace.queries))
-            await fill_layer(problem, layer, *self._codes(layer))
+        await fill_sequence(
+            problem, self._codes, lambda layer: from_float32(self._traces[layer].prompt)
+        )
         assert traits is not None
         return traits
 
-    def _codes(self, layer: int) -> tuple[U16, U16]:
+    def _codes(self, layer: int, part: slice = slice(None)) -> tuple[U16, U16]:
         trace = self._traces[layer]
-        return from_float32(trace.keys), from_float32(np.ascontiguousarray(trace.values))
+        return from_float32(trace.keys[part]), from_float32(trace.values[part])
 
     async def open(
         self, problem: Problem, chosen: tuple[str, ...], undo: AsyncExitStack

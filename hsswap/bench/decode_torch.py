@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hsswap import Sequence
-from hsswap.bench.decode_arms import Arm, Problem, counted_waits, fill_layer, missed_and_left_out
+from hsswap.bench.decode_arms import Arm, Problem, counted_waits, fill_sequence, missed_and_left_out
 from hsswap.bench.lab import Lab, tell
 from hsswap.bench.synthetic import BLOCK, Traits, make_trace, traits_of
 from hsswap.models import LlamaConfig
@@ -67,15 +67,21 @@ class TorchArms:
         shape = (c.layers, 2, c.kv_heads, s.tokens + 1, c.head_dim)
         self.cache = torch.zeros(shape, dtype=torch.bfloat16, device=self.lab.device)
         traits = None
+        prompts: list[torch.Tensor] = []
         for layer in range(c.layers):
             maker = TorchMaker(self.lab.device, layer)
             trace = make_trace(maker, s, layer)
             traits = traits or traits_of(maker, s, trace)
-            keys, values = trace.keys.bfloat16(), trace.values.bfloat16()
             self.queries.append(trace.queries.bfloat16())
-            self.cache[layer, 0, :, : s.tokens] = keys.transpose(0, 1)
-            self.cache[layer, 1, :, : s.tokens] = values.transpose(0, 1)
-            await fill_layer(problem, layer, keys, values)
+            prompts.append(trace.prompt.bfloat16())
+            self.cache[layer, 0, :, : s.tokens] = trace.keys.transpose(0, 1)
+            self.cache[layer, 1, :, : s.tokens] = trace.values.transpose(0, 1)
+
+        def rows(layer: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = self.cache[layer, :, :, part].transpose(1, 2)
+            return keys, values
+
+        await fill_sequence(problem, rows, lambda layer: prompts[layer])
         assert traits is not None
         torch.cuda.empty_cache()
         return traits

@@ -89,13 +89,16 @@ class HostMaker:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layer's heads, and the tokens before the first step."""
+    """A layer's heads, the tokens before the first step, and how many of the first tokens have
+    queries too (a prompt, for a predictor that must see one).
+    """
 
     q_heads: int
     kv_heads: int
     dim: int
     tokens: int
     steps: int
+    prompt: int = 0
 
     @property
     def group(self) -> int:
@@ -110,11 +113,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``keys`` and ``values`` ``[tokens, H, d]``, ``queries`` ``[steps, Q, d]``, float32."""
+    """``keys`` and ``values`` ``[tokens, H, d]``, ``queries`` ``[steps, Q, d]`` and ``prompt``
+    ``[prompt, Q, d]``, float32. Dims for positions come first and turn as RoPE of base 10,000 with
+    adjacent pairs does; the others do not turn.
+    """
 
     keys: Any
     values: Any
     queries: Any
+    prompt: Any
 
 
 def make_trace(maker: Maker, shape: Shape, seed: int) -> Trace:
@@ -142,16 +149,18 @@ def make_trace(maker: Maker, shape: Shape, seed: int) -> Trace:
     keys[..., 1 : s.places : 2] = a * sin + b * cos
     values = maker.normal((s.tokens, s.kv_heads, s.dim))
     values += maker.normal((s.tokens // PASSAGE_TOKENS + 1, s.kv_heads, s.dim))[passage]
-    queries, sink = _queries(random, shape, falling, constant)
+    queries, prompt, sink = _queries(random, shape, falling, constant)
     # Logits of content get their spread.
     sample = maker.host(keys[:: max(1, s.tokens // 2048), :, s.places :])
     for head in range(s.kv_heads):
         of_head = slice(head * s.group, (head + 1) * s.group)
         logits = queries[:, of_head, s.places :].reshape(-1, content) @ sample[:, head].T
-        queries[:, of_head, s.places :] *= LOGIT_STD * s.dim**0.5 / logits.std(1).mean()
-        sink[head] *= LOGIT_STD * s.dim**0.5 / logits.std(1).mean()
+        factor = LOGIT_STD * s.dim**0.5 / logits.std(1).mean()
+        queries[:, of_head, s.places :] *= factor
+        prompt[:, of_head, s.places :] *= factor
+        sink[head] *= factor
     _add_sink(maker, shape, keys, queries, sink)
-    return Trace(keys, values, maker.take(queries))
+    return Trace(keys, values, maker.take(queries), maker.take(prompt))
 
 
 @lru_cache(maxsize=4)
@@ -163,32 +172,48 @@ def _angles(start: int, stop: int, pairs: int) -> tuple[NDArray[np.float32], NDA
 
 def _queries(
     random: np.random.Generator, s: Shape, falling: F64, constant: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Queries of the steps, and each KV head's direction that the sink will have."""
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Queries of the steps and of the prompt, and each KV head's direction that the sink will have.
+
+    Those of the prompt have nothing in common with the one before.
+    """
     content = s.dim - s.places
 
-    def draw() -> F64:
-        own = random.standard_normal((s.kv_heads, s.group, content))
-        common = random.standard_normal((s.kv_heads, 1, content))
+    def draw(count: int) -> F64:
+        own = random.standard_normal((count, s.kv_heads, s.group, content))
+        common = random.standard_normal((count, s.kv_heads, 1, content))
         mixed: F64 = np.sqrt(SHARED) * common + np.sqrt(1 - SHARED) * own
         return mixed
 
-    slow = draw()
-    towards = random.standard_normal((s.kv_heads, content))
-    out = np.empty((s.steps, s.kv_heads, s.group, s.dim), np.float32)
+    slow = draw(1)
+    towards = random.standard_normal((s.kv_heads, 1, content))
     # News is where keys vary least: the ranking of blocks moves less than the query does.
     still = 1.0 / np.maximum(falling, STILL_FLOOR) ** 2
     still /= np.sqrt((still**2).mean(1, keepdims=True))
-    for step in range(s.steps):
-        slow = SLOW * slow + np.sqrt(1 - SLOW**2) * draw()
-        news = NEWS * still[:, None] * draw()
-        out[step, ..., s.places :] = slow + news + towards[:, None]
-    cos, sin = _angles(s.tokens, s.tokens + s.steps, s.places // 2)
+    contents = []
+    for _ in range(s.steps):
+        slow = SLOW * slow + np.sqrt(1 - SLOW**2) * draw(1)
+        contents.append(slow + NEWS * still[:, None] * draw(1) + towards)
+    steps = np.concatenate(contents)
+    prompt = draw(s.prompt) + NEWS * still[:, None] * draw(s.prompt) + towards
+    return (
+        _placed(s, steps, constant, s.tokens),
+        _placed(s, prompt, constant, 0),
+        towards[:, 0].astype(np.float32),
+    )
+
+
+def _placed(
+    s: Shape, content: F64, constant: NDArray[np.float32], start: int
+) -> NDArray[np.float32]:
+    """Queries ``[n, Q, d]`` at positions from ``start`` on, with this content."""
+    out = np.empty((len(content), s.kv_heads, s.group, s.dim), np.float32)
+    cos, sin = _angles(start, start + len(content), s.places // 2)
     a, b = constant[..., 0], constant[..., 1]
     out[..., 0 : s.places : 2] = 2.0 * (a * cos - b * sin)[:, :, None]
     out[..., 1 : s.places : 2] = 2.0 * (a * sin + b * cos)[:, :, None]
-    queries = out.reshape(s.steps, s.q_heads, s.dim)
-    return queries, towards.astype(np.float32)
+    out[..., s.places :] = content
+    return out.reshape(len(content), s.q_heads, s.dim)
 
 
 def _add_sink(
