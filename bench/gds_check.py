@@ -270,6 +270,7 @@ def main() -> None:
                 result = asyncio.run(
                     measure(device, Path(scratch), arguments.gpudirect, threads, arguments.slices)
                 )
+            result["directory"] = str(directory)
             show(result)
             results.append(result)
     report = {
