@@ -210,6 +210,14 @@ class Prefetcher:
         """Whether something is to be read ahead for ``owner``. Under the lock, from any thread."""
         return owner in self._plans
 
+    def forget(self, indices: I64) -> None:
+        """Plan nothing of these ids any more: they are freed, and may be another's next."""
+        for plan in self._plans.values():
+            for at, blocks in enumerate(plan):
+                kept = ~np.isin(blocks.indices, indices)
+                if not kept.all():
+                    plan[at] = Blocks(blocks.pool, blocks.layer, blocks.indices[kept])
+
     def pump(self) -> None:
         """Admit who waits, then read ahead, as far as slots are free. Call when some became so."""
         self._pump_scheduled = False

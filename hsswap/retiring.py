@@ -67,6 +67,7 @@ class Retiring:
             if swap.closed:
                 return
             indices = self._alone(ids)
+            swap.prefetcher.forget(indices)
             swap.writes.forget(indices)
             for pool in self._pools:
                 pool.tier.forget(indices)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import hsswap
 from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots, SwapConfig
+from hsswap.arguments import Given
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.branches import TOP_K, Branch, alone, rows_of
 from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
@@ -324,3 +325,23 @@ def test_blocking_callers_have_the_same_calls() -> None:
             result = fork.attend(layer, CASE.queries[layer][part])
             result.synchronize()
             assert (np.asarray(result.out) == wanted[layer][-20:]).all()
+
+
+async def test_a_plan_made_before_a_cut_reads_nothing_of_its_new_owner() -> None:
+    """A question's look-ahead is told to the loop late; by then its blocks are another's."""
+    config = config_of(CASE, branches=2, extra_host=8)
+    async with watched(config) as swap:
+        branch, other = (Branch(swap.sequence(), CASE) for _ in range(2))
+        await branch.append([*range(800)])
+        await swap.flush()
+        swap.mailbox.post(lambda: branch.sequence._plan(ahead))
+        query = CASE.queries[0][799:800]
+        ahead = branch.sequence._ahead(
+            branch.sequence._check_query(0, Given(query, None, None), None)
+        )
+        await branch.truncate(0)
+        await other.append([*range(300, 830)])
+        await other.check()
+        await other.sequence.close()
+        await swap.retiring.settle()
+        assert swap.statistics().host_slots_used == 0
