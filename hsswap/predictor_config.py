@@ -22,7 +22,7 @@ class PredictorConfig:
     128, ``2 * rank`` bytes for each token, layer and KV head of the store's capacity.
     """
 
-    kind: str = "projection"
+    kind: str = "codes"
     metadata_ratio: float = 1 / 32
     context_tokens: int | None = None
     rank: int = 32

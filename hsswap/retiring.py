@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,14 +86,16 @@ class Retiring:
 
     def close_soon(self, sequence: Sequence) -> None:
         """Close a sequence that nobody will hold."""
-        self._keep(asyncio.get_running_loop().create_task(sequence.close()))
+        self.keep(sequence.close())
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work beside everything else; the swap waits for its end when it is closed."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _begin(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
-        self._keep(asyncio.get_running_loop().create_task(self._retire(ids, slots, last_use)))
+        self.keep(self._retire(ids, slots, last_use))
 
     async def _retire(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
         with suppress(DeviceError):  # told to whoever awaited the result; the work has ended

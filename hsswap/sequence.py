@@ -11,17 +11,17 @@ import numpy as np
 from hsswap.appending import Rows, enqueue_rows
 from hsswap.arguments import Given, checked_query, checked_rows
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, try_attend_exact
-from hsswap.capturing import Capturing
 from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError, OutOfBlocks
 from hsswap.exact import blocks_ahead
+from hsswap.looking_ahead import LookingAhead
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, SlotState
 from hsswap.writeback import Batch
 
 
-class Sequence(Capturing):
+class Sequence(LookingAhead):
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
 
     Calls of one sequence must not overlap (ArgumentError); different sequences are independent.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,7 +30,14 @@ from hsswap.writeback import WriteBehind
 if TYPE_CHECKING:
     from hsswap.sequence import Sequence
 
-Closes = Buffer | Calibration | GroupPool | Predictor | ScratchPool | Stream
+
+class Closes(Protocol):
+    """What a swap closes at its end."""
+
+    def close(self) -> None:
+        """Free it. Twice is fine."""
+        ...
+
 
 MAX_TILES_AHEAD = 16
 """Tiles of one attend enqueued and not yet run: enough to keep a device busy, few enough that a
@@ -163,6 +170,10 @@ class SwapState:
         finally:
             with self.lock:
                 self._scratch.give_back_behind(buffer, stream)
+
+    def free_at_close(self, memory: Closes) -> None:
+        """Keep memory that work of a call that failed may use. Under the lock."""
+        self._resources.append(memory)
 
     def release_after(
         self, event: Event, pool: GroupPool, slots: I32, *, scan: bool = True

@@ -178,6 +178,10 @@ class BlockingSequence:
             )
         return result
 
+    def look_ahead(self, layer: int, queries: object, *, stream: object | None = None) -> int:
+        """Read what a layer will probably choose. See :meth:`hsswap.Sequence.look_ahead`."""
+        return self._loop.run(self._sequence.look_ahead(layer, queries, stream=stream))
+
     def truncate(self, length: int, *, stream: object | None = None) -> None:
         """Forget all but the first ``length`` tokens. See :meth:`hsswap.Sequence.truncate`."""
         if not self._sequence.try_truncate(length, stream=stream):

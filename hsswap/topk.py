@@ -104,7 +104,7 @@ class TopKLayer:
     def __init__(
         self, device: Device, cache: LayerCache, settings: TopK, slots: I32, max_blocks: int
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._settings = settings
         self.slots = slots
         pool = cache.pool
@@ -120,7 +120,7 @@ class TopKLayer:
             "block_mass0": ("f32", (1, heads, self._most + 1)),
             "block_mass1": ("f32", (1, heads, self._most + 1)),
         }
-        self._device_memory, self._on_device = _carve(device.allocate, shapes)
+        self._device_memory, self._on_device = carve(device.allocate, shapes)
         shapes = {"slots": ("i32", (heads, count))}
         for turn in "01":
             shapes["chosen" + turn] = ("i32", (heads, self._most))
@@ -128,7 +128,7 @@ class TopKLayer:
             shapes["missing" + turn] = ("u8", (heads, self._most))
             shapes["left_out" + turn] = ("f32", (heads,))
         try:
-            self._host_memory, self._on_host = _carve(device.allocate_host, shapes)
+            self._host_memory, self._on_host = carve(device.allocate_host, shapes)
         except BaseException:
             self._device_memory.close()
             raise
@@ -143,7 +143,7 @@ class TopKLayer:
 
     def applies(self) -> bool:
         """Whether there is anything to leave out; with fewer blocks attention is exact."""
-        return self._cache.length // self._cache.pool.block_size > self._most
+        return self.cache.length // self.cache.pool.block_size > self._most
 
     def reset(self) -> None:
         """Take the cache as empty: what select announced did not all arrive."""
@@ -171,7 +171,7 @@ class TopKLayer:
 
     def pinned(self, blocks: int) -> I32:
         """The blocks that are always chosen of so many: the first, and those of the last tokens."""
-        recent = -(-PINNED_RECENT_TOKENS // self._cache.pool.block_size)
+        recent = -(-PINNED_RECENT_TOKENS // self.cache.pool.block_size)
         return np.concatenate(([0], np.arange(blocks - recent, blocks))).astype(np.int32)
 
     def resume(self, steps: int) -> None:
@@ -188,16 +188,16 @@ class TopKLayer:
         if self._memory.predicted.shape[1] >= blocks:
             return False
         room = 2 * max(blocks, LEAST_REMEMBERED)
-        queries = self._cache.pool.group.q_heads
+        queries = self.cache.pool.group.q_heads
         # The smaller ones stay until close: work may use them, and all are less than the last.
         self._remembered.append(device.allocate(8 * queries * room))
         both = tensor_in(self._remembered[-1], "f32", (2, queries, room))
         self._memory = ScoreMemory(both.row(0), both.row(1))
         return True
 
-    def _resident(self, blocks: int) -> Resident:
+    def resident(self, blocks: int) -> Resident:
         """The pinned ones of so many blocks that the cache holds, and the one being filled."""
-        cache = self._cache
+        cache = self.cache
         return Resident(
             units=cache.pool.units,
             cache=self.cache_tables if self.step else None,
@@ -215,7 +215,7 @@ class TopKLayer:
         indices: I64,
     ) -> Choice:
         """Launch score and select for one query row ``[Q, dk]``; ``indices``: the full blocks."""
-        cache = self._cache
+        cache = self.cache
         blocks = len(indices)
         turn = str(self._turn)
         heads = cache.pool.group.kv_heads
@@ -225,7 +225,7 @@ class TopKLayer:
             queries=queries,
             code_index=predictor.code_index(cache.layer, indices),
             scores=scores,
-            resident=self._resident(blocks),
+            resident=self.resident(blocks),
             memory=self._memory,
             first=fresh or self.step == 0,
             last=None if fresh else self._last_lse,
@@ -280,7 +280,7 @@ class TopKLayer:
         """Launch the gather of the chosen units of ``blocks`` out of their host slots."""
         chosen = choice.chosen.array()
         heads, entries = np.nonzero((choice.missing.array() != 0) & np.isin(chosen, blocks))
-        pool = self._cache.pool
+        pool = self.cache.pool
         order = np.argsort(blocks)
         at = order[np.searchsorted(blocks[order], chosen[heads, entries])]
         device.gather(
@@ -305,7 +305,7 @@ class TopKLayer:
         lse: Tensor | None = None,
     ) -> None:
         """Launch attention over what was chosen and the block being filled, and finalize."""
-        cache, pool = self._cache, self._cache.pool
+        cache, pool = self.cache, self.cache.pool
         full = cache.length // pool.block_size
         positions, slots = choice.chosen.array(), choice.slots.array()
         if cache.length % pool.block_size:
@@ -347,7 +347,7 @@ class TopKLayer:
         return self.slots
 
 
-def _carve(
+def carve(
     allocate: Callable[[int], Buffer], shapes: dict[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[Buffer, dict[str, Tensor]]:
     """One buffer with a tensor for each name, each 64-byte aligned."""

@@ -44,7 +44,7 @@ def tight(*, top_k: TopK | None = None, device: str = "host") -> SwapConfig:
         max_sequences=BRANCHES,
         device=device,
         tile_tokens=SPAN_TOKENS,
-        predictor=PredictorConfig(rank=8),
+        predictor=PredictorConfig("projection", rank=8),
     )
 
 

@@ -46,6 +46,7 @@ API = (
     "diagnostics",
     "exact",
     "forking",
+    "looking_ahead",
     "reserving",
     "reshaping",
     "retiring",

@@ -329,7 +329,9 @@ def test_a_second_run_begins_with_what_the_first_stored(
     assert second.run.prefix_tokens == (prompt - 1) // 16 * 16
     assert second.as_json()["prefix_tokens"] == second.run.prefix_tokens
     assert "tokens were stored" in second.as_table()
-    assert fresh.run.tokens == first.run.tokens == second.run.tokens
+    assert first.run.tokens == second.run.tokens
+    if mode == "exact":  # a longer context spreads the samples of the predictor's basis further
+        assert fresh.run.tokens == first.run.tokens
     assert second.statistics.bytes_written < first.statistics.bytes_written / 5
     third, _ = tiny.run("--tokens", "30", *kept)
     assert third.run.tokens[:20] == first.run.tokens

@@ -19,6 +19,7 @@ from hsswap import (
     CorruptBlock,
     HighSpeedSwap,
     OutOfSlots,
+    PredictorConfig,
     SwapConfig,
 )
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
@@ -87,6 +88,8 @@ async def test_top_k_over_a_stored_prefix_is_as_over_rows() -> None:
     config = config_for(
         CASE, sequences=2, capacity=2400, extra_device=2 * 3 * TOP_K.cache_blocks(16)
     )
+    # The basis of the other predictor would be made of other rows.
+    config = replace(config, predictor=PredictorConfig("projection"))
     async with watched(config) as swap:
         await stored(swap, 560)
         outputs = []

@@ -89,7 +89,7 @@ async def test_top_k_over_any_block_size(block_size: int, top_k: TopK) -> None:
     tight = config_for(case, extra_device=caches)
     outputs = []
     for config in (tight, roomy(case, top_k)):
-        config = replace(config, predictor=PredictorConfig(rank=5))
+        config = replace(config, predictor=PredictorConfig("projection", rank=5))
         async with watched(config) as swap:
             sequence = swap.sequence(top_k=top_k)
             rows = await feed(sequence, case, [tokens - 4, 1, 1, 1, 1])

@@ -36,7 +36,7 @@ def config(host_slots: int = 96, rank: int = 32) -> SwapConfig:
         device_slots=slots,
         host_slots=host_slots,
         tile_tokens=256,
-        predictor=PredictorConfig(rank=rank),
+        predictor=PredictorConfig("projection", rank=rank),
     )
 
 

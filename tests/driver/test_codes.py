@@ -109,6 +109,15 @@ class Case:
         scores: Array = work.scores.array().astype(F64)
         return scores
 
+    def largest_terms(self, queries: NDArray[np.uint16]) -> float:
+        """The largest sum of a logit's terms, each without its sign."""
+        group = self.group.group_size
+        sums = []
+        for head, own in enumerate(self.codecs):
+            q = bf16.to_float32(queries[head * group : (head + 1) * group])
+            sums.append(np.abs(q @ own.query) @ (2.0**own.bits - 1) + np.abs(q @ own.centre))
+        return float(np.max(sums))
+
     def log_mass(self, queries: NDArray[np.uint16]) -> Array:
         """Float64 ``[Q, B]`` from the codes that are stored."""
         per_head = []
@@ -180,8 +189,10 @@ def test_scores_are_logs_of_shares(
     scores = case.score(work)
     mass = case.log_mass(work.queries.array())[:, :blocks]
     wanted = _log_share(mass, np.full((group.q_heads, 1), -np.inf), group.group_size)
-    assert np.abs(scores - wanted).max() < 2e-5 * max(1, np.abs(mass).max())
-    assert np.abs(work.memory.predicted.array()[:, :blocks] - mass).max() < 1e-4
+    # Float32 sums of terms that cancel: tensor cores cut where others round.
+    tolerance = 2e-5 + 1e-6 * case.largest_terms(work.queries.array())
+    assert np.abs(scores - wanted).max() < tolerance
+    assert np.abs(work.memory.predicted.array()[:, :blocks] - mass).max() < tolerance
 
 
 def test_permuting_blocks_permutes_scores(rig: Rig) -> None:
