@@ -19,7 +19,8 @@ import numpy as np
 
 from hsswap.bench.common import Interval, Machine
 from hsswap.bench.lab import Turns, tell
-from hsswap.bench.rounds_arms import WAYS, HostEngine, Told, arm_of, prompts_of
+from hsswap.bench.rounds_arms import WAYS, Engine, HostEngine, Told, arm_of, prompts_of
+from hsswap.commands.generate import load_model
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="a small model and few turns: a check, no figures")
     add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--device", default="host", metavar="NAME", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
     add("--batch", default=",".join(map(str, BATCHES)), metavar="N,N", help="sequences (1,4,16)")
     add("--draft", type=int, default=4, metavar="K", help="drafts a round (4)")
@@ -58,25 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
-    """Measure on the host device. Returns 0; raises VerifyError for wrong tokens."""
+    """Measure. Returns 0, or 1 where a floor of R1 is missed on a GPU; raises VerifyError for wrong
+    tokens.
+    """
     batches = _numbers(args.batch)
     for name, value in (("--draft", args.draft), ("--tokens", args.tokens)):
         if value < 1:
             raise ArgumentError(f"{name} is {value}; 1 and more")
-    if args.quick:
+    model: Any
+    if args.quick and args.device == "host":
         model, text = small_model(), list(range(SMALL.vocab_size)) * 4
     else:
         file = open_gguf(args.model or default_model_path())
-        model, text = Llama.from_gguf(file), Tokenizer.from_gguf(file).encode(TEXT)
+        model, text = load_model(file, args.device), Tokenizer.from_gguf(file).encode(TEXT)
     rows: list[Row] = []
     for batch in batches:
         prompts = prompts_of(text, batch, args.prompt)
-        rows += asyncio.run(_measure(model, prompts, args.tokens, args.draft, args.quick))
+        measured = _measure(args.device, model, prompts, args.tokens, args.draft, args.quick)
+        rows += asyncio.run(measured)
     result = {
         "bench": "rounds",
         "quick": bool(args.quick),
         "machine": Machine.here().as_dict(),
-        "device": "host",
+        "device": args.device,
         "k": args.draft,
         "tokens": args.tokens,
         "rows": rows,
@@ -86,46 +92,68 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         args.out.write_text(text_of_all + "\n")
     if args.json:
         print(text_of_all)
-    return 0
+    return 0 if all(row["passed"] for row in rows) else 1
 
 
 async def _measure(
-    model: Llama, prompts: list[list[int]], tokens: int, k: int, quick: bool
+    device: str, model: Any, prompts: list[list[int]], tokens: int, k: int, quick: bool
 ) -> list[Row]:
     """All arms for one batch, a row each."""
     told = {way.name: Told() for way in WAYS}
-    async with AsyncExitStack() as streams:
-        engine = streams.enter_context(HostEngine(model, prompts, tokens, k))
-        expected = engine.plain(engine.rewind())
+    async with AsyncExitStack() as opened:
+        engine: Engine
+        if device == "host":
+            engine = opened.enter_context(HostEngine(model, prompts, tokens, k))
+        else:
+            from hsswap.bench.rounds_torch import TorchEngine
+
+            engine = await opened.enter_async_context(
+                TorchEngine.open(model, device, prompts, tokens, k)
+            )
+        expected = engine.plain() or [[] for _ in prompts]
         arms = {}
         for way in WAYS:
-            stream = None
-            if way.rounds:
-                stream = await streams.enter_async_context(engine.stream(way))
+            stream = await opened.enter_async_context(engine.stream(way))
             arms[way.name] = arm_of(engine, way, stream, expected, told[way.name])
         turns = await Turns.of(arms, quick=quick)
-    return [_row(way.name, len(prompts), turns, told[way.name]) for way in WAYS]
+        rounds_s = {way.name: engine.round_s(way) for way in WAYS}
+    return [_row(way.name, len(prompts), turns, told[way.name], rounds_s[way.name]) for way in WAYS]
 
 
-def _row(name: str, batch: int, turns: Turns, told: Told) -> Row:
+def _row(name: str, batch: int, turns: Turns, told: Told, round_s: float | None) -> Row:
     rate = Interval.of([1 / seconds for seconds in turns.seconds[name]])
     row: Row = {
         "arm": name,
         "batch": batch,
         "tokens_per_s": _plain(rate),
+        "device_us_per_round": None if round_s is None else 1e6 * round_s,
+        "device_idle": None,
         "host_us_per_token": 1e6 * told.host_s / told.tokens,
-        "acceptance": None if told.acceptance is None else told.acceptance.share,
-        "tokens_per_round": None if told.acceptance is None else told.acceptance.tokens_a_round,
+        "acceptance": told.acceptance.share,
+        "tokens_per_round": told.acceptance.tokens_a_round,
     }
+    if round_s is not None:
+        wall_s = turns.seconds[name][-1] * told.tokens
+        row["device_idle"] = 1 - told.rounds * round_s / wall_s
     for other in ("plain", "eager", "read-back"):
         ratio = turns.of_turns(lambda other=other, **s: s[other] / s[name])
         row[f"against_{other.replace('-', '_')}"] = _plain(ratio)
+    row["passed"] = name != "stream" or round_s is None or _holds(row)
     tell(
         f"batch {batch:2} {name:10} {rate.median:8.2f} tokens/s, "
-        f"{row['against_plain']['median']:.2f}x plain"
-        + ("" if told.acceptance is None else f", {told.acceptance.tokens_a_round:.2f} a round")
+        f"{row['against_plain']['median']:.2f}x plain, {told.acceptance.tokens_a_round:.2f} a round"
+        + ("" if round_s is None else f", idle {row['device_idle']:.1%} of {1e6 * round_s:.0f} us")
     )
     return row
+
+
+def _holds(row: Row) -> bool:
+    """The floors of R1: never under one read-back a round, twice an eager loop, 2 % idle."""
+    return bool(
+        row["against_read_back"]["low"] >= 1.0
+        and row["against_eager"]["low"] >= 2.0
+        and row["device_idle"] <= 0.02
+    )
 
 
 def _plain(interval: Interval) -> dict[str, float]:

@@ -1,7 +1,6 @@
-"""The arms of ``hsswap bench rounds`` on the host device: ways to decode the same prompts.
+"""The arms of ``hsswap bench rounds``: ways to decode the same prompts, and the host's engine.
 
-Every arm makes the same tokens, which is checked at each run. A GPU's arms come as another
-:class:`Engine`.
+Every arm makes the same tokens, which is checked at each run.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +17,9 @@ from hsswap.commands.decoding import SwapAttention, dims_of
 from hsswap.commands.speculating import SwappedSequence
 from hsswap.config import SPAN_TOKENS, SwapConfig
 from hsswap.driver import open_device
+from hsswap.driver.base import Closeable, Device, Stream
+from hsswap.driver.round_operations import NO_TOKEN, CopyWork
+from hsswap.driver.tensor import tensor_in
 from hsswap.errors import VerifyError
 from hsswap.models import Llama
 from hsswap.rounds import (
@@ -27,6 +29,7 @@ from hsswap.rounds import (
     RoundOptions,
     RoundStream,
     SequenceStart,
+    StreamBufs,
     Target,
 )
 from hsswap.rounds.host_target import EarlyExitDrafter, HostTarget
@@ -35,7 +38,7 @@ from hsswap.sync import blocking
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to decode. ``rounds`` a burst; 0: a token a step, without drafts."""
+    """One way to decode: ``rounds`` a burst. Drafter "none": a token a round."""
 
     name: str
     rounds: int
@@ -45,13 +48,14 @@ class Way:
 
 ADAPTIVE = RoundOptions(adapt_from=1)
 WAYS = (
-    Way("plain", 0, ADAPTIVE),
+    Way("plain", 8, RoundOptions(), "none"),
     Way("eager", 1, RoundOptions(adapt_from=1, captured=False)),
     Way("read-back", 1, ADAPTIVE),
     Way("stream", 4, ADAPTIVE),
+    Way("stream-8", 8, ADAPTIVE),
     Way("early-exit", 4, ADAPTIVE, "early-exit"),
 )
-"""``eager`` and ``read-back`` look at the result of each round, ``stream`` at that of four."""
+"""``eager`` and ``read-back`` look at the result of each round, the others at that of a burst."""
 
 
 @dataclass(slots=True)
@@ -59,23 +63,28 @@ class Told:
     """What an arm did in its last run, beside its time: host seconds are of the calling thread."""
 
     tokens: int = 0
+    rounds: int = 0
     host_s: float = 0.0
-    acceptance: Acceptance | None = None
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(0, 0, 0))
 
 
 class Engine(Protocol):
     """A model with prefilled sequences, which can go back to their prompts."""
 
-    def rewind(self) -> list[SequenceStart]:
-        """Back to the prompts; where each sequence starts then."""
+    def rewind(self, way: Way) -> list[SequenceStart]:
+        """Back to the prompts, for a run of ``way``; where each sequence starts then."""
         ...
 
-    def plain(self, starts: Sequence[SequenceStart]) -> list[list[int]]:
-        """The tokens of plain steps."""
+    def plain(self) -> list[list[int]] | None:
+        """The tokens of plain steps, by code without rounds; None: the engine has none."""
         ...
 
     def stream(self, way: Way) -> RoundStream:
         """A round stream over the sequences. The engine closes what is under it."""
+        ...
+
+    def round_s(self, way: Way) -> float | None:
+        """Seconds of the device for a captured round of the way, all sequences; None: unknown."""
         ...
 
 
@@ -110,7 +119,7 @@ class HostEngine(ExitStack):
             self._attentions.append(attention)
             self._sequences.append(SwappedSequence(model, sequence, attention))
 
-    def rewind(self) -> list[SequenceStart]:
+    def rewind(self, way: Way) -> list[SequenceStart]:
         """See :class:`Engine`."""
         starts = []
         for sequence, prompt, first in zip(
@@ -120,16 +129,20 @@ class HostEngine(ExitStack):
             starts.append(SequenceStart(prompt, first, len(prompt) + self._tokens))
         return starts
 
-    def plain(self, starts: Sequence[SequenceStart]) -> list[list[int]]:
+    def plain(self) -> list[list[int]]:
         """See :class:`Engine`."""
         made: list[list[int]] = []
-        for start, attention in zip(starts, self._attentions, strict=True):
+        for start, attention in zip(self.rewind(WAYS[0]), self._attentions, strict=True):
             assert start.pending is not None
             tokens = [start.pending]
             for position in range(len(start.tokens), start.capacity):
                 tokens.append(self._model.decode(tokens[-1], position, attention))
             made.append(tokens[1:])
         return made
+
+    def round_s(self, way: Way) -> float | None:
+        """See :class:`Engine`. A worker's time is not measured."""
+        return None
 
     def stream(self, way: Way) -> RoundStream:
         """See :class:`Engine`."""
@@ -138,9 +151,14 @@ class HostEngine(ExitStack):
                 self._device, self._sequences, k=self._k, vocab_size=self._model.config.vocab_size
             )
         )
-        drafter: Drafter = NgramDrafter(self._device)
-        if way.drafter == "early-exit":
-            drafter = EarlyExitDrafter(self._sequences)
+        drafter: Drafter
+        match way.drafter:
+            case "early-exit":
+                drafter = EarlyExitDrafter(self._sequences)
+            case "ngram":
+                drafter = NgramDrafter(self._device)
+            case _:
+                drafter = self.enter_context(NoDrafts(self._device, len(self._prompts), self._k))
         return RoundStream(
             *(self._device, target, drafter),
             k=self._k,
@@ -151,29 +169,48 @@ class HostEngine(ExitStack):
         )
 
 
+class NoDrafts(Drafter, Closeable):
+    """Drafts nothing, so that each round is a plain step with as many rows as a verify."""
+
+    def __init__(self, device: Device, batch: int, k: int) -> None:
+        self._kernels = device.round_kernels()
+        self._buffer = device.allocate_host(8 * batch * k)
+        self._none = tensor_in(self._buffer, "u32", (batch, 2 * k))
+        self._none.array()[...] = NO_TOKEN
+
+    def draft(self, stream: Stream, bufs: StreamBufs) -> None:
+        """See :class:`Drafter`."""
+        self._kernels.copy_add(stream, CopyWork(self._none, bufs.drafts))
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._buffer.close()
+
+
 def arm_of(
-    engine: Engine, way: Way, stream: RoundStream | None, expected: list[list[int]], told: Told
+    engine: Engine, way: Way, stream: RoundStream, expected: list[list[int]], told: Told
 ) -> Callable[[], Awaitable[float]]:
     """One run from the prompts: seconds a token. Raises VerifyError for other tokens than plain
     decoding makes.
     """
 
     async def run() -> float:
-        starts = engine.rewind()
+        starts = engine.rewind(way)
+        await stream.start(starts)
         made: list[list[int]] = [[] for _ in starts]
-        if stream is not None:
-            await stream.start(starts)
+        told.rounds = 0
         began, worked = time.perf_counter(), time.thread_time()
-        if stream is None:
-            made = engine.plain(starts)
-        else:
-            async for burst in stream.bursts():
-                for mine, tokens in zip(made, burst.tokens, strict=True):
-                    mine += tokens
+        async for burst in stream.bursts():
+            told.rounds += burst.rounds
+            for mine, tokens in zip(made, burst.tokens, strict=True):
+                mine += tokens
         seconds = time.perf_counter() - began
         told.host_s = time.thread_time() - worked
         told.tokens = sum(map(len, made))
-        told.acceptance = None if stream is None else stream.acceptance
+        told.acceptance = stream.acceptance
+        if not any(expected):  # the first run is what all others are held to
+            for wanted, mine in zip(expected, made, strict=True):
+                wanted += mine
         if made != expected:
             raise VerifyError(f"{way.name} makes other tokens than plain decoding; report it")
         return seconds / told.tokens
