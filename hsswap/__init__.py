@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hsswap.attending import AttendResult
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
     from hsswap.diagnostics import DiagnosticSummary
+    from hsswap.driver.tensor import Tensor
     from hsswap.errors import (
         ArgumentError,
         BlockIOError,
@@ -72,6 +73,7 @@ __all__ = [
     "StoreLocked",
     "SwapConfig",
     "SwapStatistics",
+    "Tensor",
     "TopK",
     "blocking",
 ]
@@ -103,6 +105,7 @@ _HOME = {
     "StoreLocked": "errors",
     "SwapConfig": "config",
     "SwapStatistics": "metrics",
+    "Tensor": "driver.tensor",
     "TopK": "topk",
     "blocking": "sync",
 }

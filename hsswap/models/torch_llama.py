@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from hsswap import Tensor
+from hsswap.config import BF16_BYTES
 from hsswap.errors import ArgumentError
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile
@@ -292,7 +294,11 @@ class TorchArrays:
 
     def for_swap(self, array: torch.Tensor) -> Any:
         """What :class:`hsswap.Sequence` takes, without a copy."""
-        return array if array.is_cuda else array.view(torch.int16).numpy()
+        if not array.is_cuda:
+            return array.view(torch.int16).numpy()
+        # By pointer: 1 us, and 6 through DLPack (4 arrays a layer; one shared core of an EPYC).
+        strides = tuple(BF16_BYTES * step for step in array.stride())
+        return Tensor(array.data_ptr(), tuple(array.shape), strides, "bf16", True, array)
 
     def on_host(self, array: torch.Tensor) -> NDArray[np.uint16]:
         """BF16 codes in NumPy, once what is enqueued has run."""
