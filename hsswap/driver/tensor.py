@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,7 +107,7 @@ def tensor_in(
     """
     itemsize = _DTYPES[dtype].itemsize
     strides = contiguous_strides(shape, itemsize)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
+    nbytes = prod(shape) * itemsize
     if offset_bytes < 0 or offset_bytes % itemsize or offset_bytes + nbytes > memory.nbytes:
         raise ArgumentError(
             f"{dtype} {shape} at byte {offset_bytes} does not fit a buffer of {memory.nbytes} bytes"
