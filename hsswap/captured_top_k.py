@@ -10,11 +10,11 @@ import numpy as np
 
 from hsswap.captured_layer import CapturedLayer, Held, TableMemory
 from hsswap.driver.base import Device, Stream
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
 from hsswap.driver.operations import (
     AttendWork,
     AttentionState,
-    FetchWork,
     FinalizeWork,
     SelectWork,
     UnitCache,
@@ -42,6 +42,7 @@ class CapturedTopK(CapturedLayer):
         """``indices`` ``[first]``: the block indices of the full blocks."""
         super().__init__(device, cache, held, memory)
         self._ranked = ranked
+        self._pinned = ranked.pinned(held.first)
         self._predictor = predictor
         group, heads, count = cache.pool.group, cache.pool.group.kv_heads, ranked.chosen_count
         tail = np.arange(held.first, held.end, dtype=np.int32)
@@ -50,7 +51,7 @@ class CapturedTopK(CapturedLayer):
         tables = {
             "host slots": held.leased,
             "index": predictor.code_index(cache.layer, indices),
-            "pinned": ranked.pinned(held.first),
+            "pinned": self._pinned,
             "step": np.full(heads, ranked.step, np.int32),
             "cache slots": cache.pool.slots.units(ranked.slots),
             "tail": tail,
@@ -134,7 +135,7 @@ class CapturedTopK(CapturedLayer):
         device.score(stream, self._predictor.score_work(self.cache.layer, request))
         select = SelectWork(
             scores=tensor("scores"),
-            k=ranked.k,
+            k=ranked.settings.k,
             pinned=tensor("pinned"),
             cache=cache,
             step=tensor("step"),
@@ -147,6 +148,25 @@ class CapturedTopK(CapturedLayer):
             left_out=tensor("left out"),
         )
         device.select(stream, select)
+        self._bring(stream, select)
+
+    def _bring(self, stream: Stream, select: SelectWork) -> None:
+        """Give up what the bound allows, fetch what is missing, and list it all."""
+        device, tensor, pool = self.device, self._tensor, self.cache.pool
+        settings, cache, chosen = self._ranked.settings, select.cache, select.chosen
+        if settings.left_out_bound is not None:
+            trim = TrimWork(
+                scores=select.scores,
+                pinned=self._pinned,
+                bound=settings.left_out_bound,
+                least=settings.least_k,
+                cache=cache,
+                chosen=chosen,
+                chosen_slots=select.chosen_slots,
+                missing=select.missing,
+                left_out=select.left_out,
+            )
+            device.trim(stream, trim)
         first = self.held.first
         slots = self.memory.tensor(self._name + "slots").row(0)
         tail = Tensor(

@@ -174,7 +174,7 @@ def _enqueue(
         stream,
         SelectWork(
             scores=tensors["scores"],
-            k=ranked.k,
+            k=ranked.settings.k,
             pinned=ranked.pinned(blocks),
             cache=copy,
             step=ranked.step,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.choice_operations import TrimWork
 from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
@@ -22,7 +23,6 @@ from hsswap.driver.operations import (
     FinalizeWork,
     GatherWork,
     SelectWork,
-    TrimWork,
     UnitCache,
 )
 from hsswap.driver.tensor import Tensor, tensor_in
@@ -152,9 +152,9 @@ class TopKLayer:
         self._last_lse = None
 
     @property
-    def k(self) -> int:
-        """Blocks a KV head that the predictor chooses."""
-        return self._settings.k
+    def settings(self) -> TopK:
+        """What the sequence asked for."""
+        return self._settings
 
     @property
     def chosen_count(self) -> int:

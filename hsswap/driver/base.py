@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.operations import (
     AppendAtWork,
@@ -33,13 +34,11 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
-    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
     ScoreWork,
     SelectWork,
-    TrimWork,
 )
 
 if TYPE_CHECKING:

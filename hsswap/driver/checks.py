@@ -23,7 +23,9 @@ from hsswap.driver.check_parts import (
     require_same_layout,
     shape_of_rank,
 )
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.operations import (
+    I32,
     I64,
     AppendAtWork,
     AppendWork,
@@ -31,14 +33,12 @@ from hsswap.driver.operations import (
     AttentionState,
     ChecksumWork,
     EncodeWork,
-    FetchWork,
     FinalizeWork,
     GatherWork,
     ProjectionCodes,
     ScatterWork,
     ScoreWork,
     SelectWork,
-    TrimWork,
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
@@ -91,37 +91,26 @@ def attend(work: AttendWork) -> AttendWork:
     group, size = work.units.group, work.units.block_size
     units = check_pool(work.units, "units")
     sequences, rows, heads, _ = shape_of_rank(work.queries, 4, "queries")
-    require(heads == group.q_heads, f"queries has {heads} heads; {group.q_heads} are needed")
+    if heads != group.q_heads:
+        raise ArgumentError(f"queries has {heads} heads; {group.q_heads} are needed")
     check_tensor(work.queries, "bf16", (sequences, rows, heads, group.head_dim), "queries")
     _state(work.state, (sequences, rows, heads), group.value_dim)
     span_tokens = work.span_blocks * size
-    require(
-        work.span_blocks >= 1 and span_tokens % SPAN_TOKENS == 0,
-        f"span_blocks is {work.span_blocks}: {span_tokens} tokens; a multiple of {SPAN_TOKENS} "
-        "is needed",
-    )
+    if work.span_blocks < 1 or span_tokens % SPAN_TOKENS:
+        raise ArgumentError(
+            f"span_blocks is {work.span_blocks}: {span_tokens} tokens; a multiple of {SPAN_TOKENS} "
+            "is needed"
+        )
     lengths = _lengths(work.lengths, sequences)
-    require(work.added_tokens >= 0, f"added_tokens is {work.added_tokens}; 0 and more")
-    shape = work.slots.shape if isinstance(work.slots, np.ndarray | Tensor) else ()
-    require(
-        len(shape) == 3 and shape[:2] == (sequences, group.kv_heads),
-        f"slots must be an array {(sequences, group.kv_heads)} + (blocks,)",
-    )
-    positions = work.positions
-    if positions is None:
-        require(
-            work.first_block >= 0 and work.first_block % work.span_blocks == 0,
-            f"first_block is {work.first_block}; a multiple of span_blocks ({work.span_blocks}) is "
-            "needed",
+    if work.added_tokens < 0:
+        raise ArgumentError(f"added_tokens is {work.added_tokens}; 0 and more")
+    slots = work.slots
+    shape = slots.shape if isinstance(slots, np.ndarray | Tensor) else ()
+    if len(shape) != 3 or shape[:2] != (sequences, group.kv_heads):
+        raise ArgumentError(
+            f"slots must be an array {(sequences, group.kv_heads)} + (blocks,)",
         )
-    elif isinstance(positions, Tensor):
-        held_table(positions, shape, "positions")
-        require(
-            not isinstance(work.slots, Tensor) or work.slots.strides == positions.strides,
-            "slots and positions, both held by the device, must have the same strides",
-        )
-    else:
-        positions = checked_indices(positions, shape, 1 << 31, "positions", lowest=-1)
+    positions = _positions(work, shape)
     if work.block_lse is not None:
         check_tensor(
             work.block_lse, "f32", (sequences, rows, heads, shape[2]), "block_lse", written=True
@@ -130,7 +119,6 @@ def attend(work: AttendWork) -> AttendWork:
     if work.blocks is not None:
         require_same_layout(work.units, work.blocks)
         lowest -= check_pool(work.blocks, "blocks") * group.kv_heads
-    slots = work.slots
     if isinstance(slots, Tensor):
         held_table(slots, shape, "slots")
     else:
@@ -139,7 +127,29 @@ def attend(work: AttendWork) -> AttendWork:
         require(work.end.state is work.state, "end has another state than the attention it ends")
         require(work.end.block_lse is work.block_lse, "end and attention have other block_lse")
         finalize(work.end)
+    if lengths is work.lengths and slots is work.slots and positions is work.positions:
+        return work
     return replace(work, lengths=lengths, slots=slots, positions=positions)
+
+
+def _positions(work: AttendWork, shape: tuple[int, ...]) -> I32 | Tensor | None:
+    """Check where entries are; a copy of what the host holds."""
+    positions = work.positions
+    if positions is None:
+        if work.first_block < 0 or work.first_block % work.span_blocks:
+            raise ArgumentError(
+                f"first_block is {work.first_block}; a multiple of span_blocks "
+                f"({work.span_blocks}) is needed"
+            )
+        return None
+    if isinstance(positions, Tensor):
+        held_table(positions, shape, "positions")
+        require(
+            not isinstance(work.slots, Tensor) or work.slots.strides == positions.strides,
+            "slots and positions, both held by the device, must have the same strides",
+        )
+        return positions
+    return checked_indices(positions, shape, 1 << 31, "positions", lowest=-1)
 
 
 def _lengths(given: I64 | Tensor, sequences: int) -> I64 | Tensor:

@@ -26,6 +26,7 @@ from hsswap.driver import (
     round_checks,
 )
 from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
 from hsswap.driver.cuda_context import Context
@@ -44,13 +45,11 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
-    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
     ScoreWork,
     SelectWork,
-    TrimWork,
 )
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels

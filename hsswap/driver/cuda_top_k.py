@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from hsswap.driver.base import Stream
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.cuda_operations import (
     CODE_BLOCKS_AN_SM,
     THREADS,
@@ -16,7 +17,7 @@ from hsswap.driver.cuda_operations import (
     row_items,
 )
 from hsswap.driver.cuda_seam import Grid, Launcher
-from hsswap.driver.operations import FetchWork, ScoreWork, SelectWork, TrimWork
+from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 

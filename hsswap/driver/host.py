@@ -24,6 +24,7 @@ from hsswap.driver import (
 )
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_rounds import HostRounds
@@ -34,13 +35,11 @@ from hsswap.driver.operations import (
     AttendWork,
     ChecksumWork,
     EncodeWork,
-    FetchWork,
     FinalizeWork,
     GatherWork,
     ScatterWork,
     ScoreWork,
     SelectWork,
-    TrimWork,
 )
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.host_held import held_indices
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
-from hsswap.driver.operations import FetchWork, SelectWork, TrimWork
+from hsswap.driver.operations import SelectWork
 from hsswap.driver.tensor import Tensor
 
 Bool = NDArray[np.bool_]
@@ -86,8 +87,8 @@ def fetch(work: FetchWork, scratch: Scratch) -> None:
     """Gather missing units, and list what is there for attention."""
     count = work.chosen.shape[1]
     host_slots = work.host_slots.array()
-    chosen = held_indices(work.chosen, 0, len(host_slots), "chosen")
-    slots = held_indices(work.chosen_slots, 0, work.units.memory.shape[0], "chosen_slots")
+    chosen = held_indices(work.chosen, -1, len(host_slots), "chosen")
+    slots = held_indices(work.chosen_slots, -1, work.units.memory.shape[0], "chosen_slots")
     known = held_indices(work.host_slots, -1, work.blocks.memory.shape[0], "host_slots")
     source = known[chosen]  # [H, N]
     missing = work.missing.array() != 0

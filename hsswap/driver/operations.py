@@ -307,59 +307,6 @@ class SelectWork:
 
 
 @dataclass(frozen=True, slots=True)
-class TrimWork:
-    """Of what select chose, what is not needed to keep the share left out within ``bound``.
-
-    Tensors are those of the :class:`SelectWork` before it. A head's chosen blocks that are not in
-    ``pinned`` ``[P]`` int32 are given up, the worst score first (of equal ones the higher block),
-    as long as ``left_out`` stays at or under ``bound`` and ``least`` of them are kept. For one that
-    is given up ``chosen`` and ``chosen_slots`` become -1 and ``missing`` 0; if it was missing, its
-    place in the cache is free. ``left_out`` grows by its share: softmax of the scores over blocks.
-    """
-
-    scores: Tensor
-    pinned: I32
-    bound: float
-    least: int
-    cache: UnitCache
-    chosen: Tensor
-    chosen_slots: Tensor
-    missing: Tensor
-    left_out: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FetchWork:
-    """What select chose, brought into its slots and listed for attention, without the host.
-
-    ``chosen``, ``chosen_slots`` ``[H, N]`` i32, ``missing`` ``[H, N]`` u8 and ``cache`` are those
-    of the :class:`SelectWork` before it. ``host_slots`` ``[B]`` i32: the host slot of each logical
-    block, -1 for one that the host tier does not have. A missing unit is copied out of its host
-    slot. One without gives its place in the cache up, and its block goes into ``absent`` ``[H, N]``
-    i32, the head's in ascending order, ``absent_count`` ``[H]`` i32 of them.
-
-    Written for :class:`AttendWork`: ``slots`` and ``positions`` ``[H, N + W]`` i32. First what was
-    chosen, with slot -1 where it is absent; then W blocks that no predictor ranks, such as the one
-    being filled: ``tail_slots`` ``[H, W]`` and ``tail_positions`` ``[W]`` i32. All of it is
-    contiguous along its last axis.
-    """
-
-    units: UnitPool
-    blocks: BlockPool
-    chosen: Tensor
-    chosen_slots: Tensor
-    missing: Tensor
-    cache: UnitCache
-    host_slots: Tensor
-    tail_slots: Tensor
-    tail_positions: Tensor
-    slots: Tensor
-    positions: Tensor
-    absent: Tensor
-    absent_count: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class ChecksumWork:
     """CRC-32 of n blocks ``block_slots`` ``[n]`` int32 of ``blocks``, all ``block_bytes`` of each,
     started from ``seeds`` ``[n]`` uint32, to ``out`` ``[n]`` uint32.

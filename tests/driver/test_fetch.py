@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from hsswap.config import LayerGroup
+from hsswap.driver.choice_operations import FetchWork
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import (
     AttendWork,
     AttentionState,
-    FetchWork,
     FinalizeWork,
     ProjectionCodes,
     ScoreWork,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hsswap.driver.operations import SelectWork, TrimWork, UnitCache
+from hsswap.driver.choice_operations import TrimWork
+from hsswap.driver.operations import SelectWork, UnitCache
 from hsswap.errors import ArgumentError
 from tests.driver.rig import Rig
 
