@@ -30,22 +30,25 @@ from hsswap.driver.round_operations import (
     SeedWork,
 )
 from hsswap.driver.sampling_operations import Sampling
-from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError, ClosedError
 
 FEW_INDICES = 64
 
-_RECORDS = (
-    *(UnitPool, BlockPool, AttentionState, FinalizeWork, ProjectionCodes, UnitCache),
-    *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
-    *(LayerCodes, Resident, ScoreMemory, Attended),
+_RECORDS = frozenset(
+    (
+        *(UnitPool, BlockPool, AttentionState, FinalizeWork, ProjectionCodes, UnitCache),
+        *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
+        *(LayerCodes, Resident, ScoreMemory, Attended),
+    )
 )
 
 
 def named_tensors(work: object) -> list[tuple[str, Tensor]]:
     """Every tensor of a record, those of its pools and states too, with names for errors."""
     found: list[tuple[str, Tensor]] = []
-    for name in work.__dataclass_fields__:  # type: ignore[attr-defined]
+    names: dict[str, Any] = work.__dataclass_fields__  # type: ignore[attr-defined]
+    for name in names:
         value = getattr(work, name)
         kind = type(value)
         if kind is Tensor:
@@ -54,6 +57,20 @@ def named_tensors(work: object) -> list[tuple[str, Tensor]]:
             found += [(f"{name}.{inner}", tensor) for inner, tensor in named_tensors(value)]
         elif kind is tuple:
             found += [(name, item) for item in value if type(item) is Tensor]
+    return found
+
+
+def tensors_of(work: object, found: list[Tensor]) -> list[Tensor]:
+    """The same tensors without names, added to ``found``: every call of an operation needs them."""
+    for name in work.__dataclass_fields__:  # type: ignore[attr-defined]
+        value = getattr(work, name)
+        kind = type(value)
+        if kind is Tensor:
+            found.append(value)
+        elif kind in _RECORDS:
+            tensors_of(value, found)
+        elif kind is tuple:
+            found += [item for item in value if type(item) is Tensor]
     return found
 
 
@@ -67,9 +84,9 @@ def root_owner(tensor: Tensor) -> object:
 
 def refuse_gpu_memory(work: object) -> None:
     """Raise ArgumentError where a record names memory that the host cannot reach."""
-    for what, tensor in named_tensors(work):
-        if tensor.on_device:
-            raise ArgumentError(f"{what} is in a GPU's memory; the host device cannot reach it")
+    if any(tensor.on_device for tensor in tensors_of(work, [])):
+        what = next(what for what, tensor in named_tensors(work) if tensor.on_device)
+        raise ArgumentError(f"{what} is in a GPU's memory; the host device cannot reach it")
 
 
 def require(ok: bool, message: str) -> None:
@@ -85,19 +102,23 @@ def check_tensor(
     check_memory(tensor, dtype, what)
     if tensor.shape != shape:
         raise ArgumentError(f"{what} has shape {tensor.shape}; {shape} is needed")
-    owner = tensor.owner
-    if written and isinstance(owner, np.ndarray) and not owner.flags.writeable:
-        raise ArgumentError(f"{what} is a read-only array; it is written to")
+    if written:
+        owner = tensor.owner
+        if isinstance(owner, np.ndarray) and not owner.flags.writeable:
+            raise ArgumentError(f"{what} is a read-only array; it is written to")
 
 
 def check_memory(tensor: Tensor, dtype: str, what: str) -> None:
     """Check kind and dtype, and that a buffer under it is open."""
-    if not isinstance(tensor, Tensor):
+    if type(tensor) is not Tensor:
         raise ArgumentError(f"{what} is a {type(tensor).__name__}; a Tensor is needed")
     if tensor.dtype != dtype:
         raise ArgumentError(f"{what} has dtype {tensor.dtype}; {dtype} is needed")
+    owner = tensor.owner
+    while type(owner) is Tensor:
+        owner = owner.owner
     # A closed Buffer, without an isinstance of its ABC, which takes longer than all the rest.
-    if getattr(root_owner(tensor), "closed", False) is True:
+    if getattr(owner, "closed", False) is True:
         raise ClosedError(f"the buffer of {what} is closed")
 
 
@@ -132,38 +153,43 @@ def checked_indices(
 
 def check_pool(pool: UnitPool | BlockPool, what: str) -> int:
     """Check a pool; the number of its slots."""
-    slots, _ = shape_of_rank(pool.memory, 2, f"{what}.memory")
+    memory = pool.memory
     nbytes = pool.unit_bytes if isinstance(pool, UnitPool) else pool.block_bytes
-    check_tensor(pool.memory, "u8", (slots, nbytes), f"{what}.memory", written=True)
-    require(
-        pool.memory.strides == contiguous_strides((slots, nbytes), 1)
-        and pool.memory.address % 2 == 0,
-        f"{what}.memory must be contiguous, at an even address",
-    )
-    return slots
+    check_memory(memory, "u8", f"{what}.memory")
+    shape = memory.shape
+    if len(shape) != 2 or shape[1] != nbytes:
+        raise ArgumentError(f"{what}.memory has shape {shape}; [slots, {nbytes}] is needed")
+    if memory.strides != (nbytes, 1) or memory.address % 2:
+        raise ArgumentError(f"{what}.memory must be contiguous, at an even address")
+    owner = memory.owner
+    if isinstance(owner, np.ndarray) and not owner.flags.writeable:
+        raise ArgumentError(f"{what}.memory is a read-only array; it is written to")
+    return shape[0]
 
 
 def require_same_layout(units: UnitPool, blocks: BlockPool) -> None:
     """Raise ArgumentError unless two pools hold the same kind of units."""
+    same = units.group is blocks.group or units.group == blocks.group
     require(
-        units.block_size == blocks.block_size and units.group == blocks.group,
+        same and units.block_size == blocks.block_size,
         "units and blocks must have the same layer group and block size",
     )
 
 
 def held_counters(tensor: Tensor, sequences: int, what: str) -> None:
     """Check a counter a sequence that the device holds."""
-    require(tensor.dtype in ("i32", "i64"), f"{what} has dtype {tensor.dtype}; i32 or i64")
+    if tensor.dtype not in ("i32", "i64"):
+        raise ArgumentError(f"{what} has dtype {tensor.dtype}; i32 or i64")
     check_tensor(tensor, tensor.dtype, (sequences,), what)
 
 
 def held_table(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
     """Check a table that the device holds: ``[..., H, B]``, one stride for all lists."""
     check_tensor(tensor, "i32", shape, what)
-    *outer, last = tensor.strides
-    require(shape[-1] <= 1 or last == 4, f"{what} must be contiguous along its last axis")
-    if len(shape) == 3 and shape[0] > 1:
-        require(
-            outer[0] == shape[1] * outer[1],
-            f"{what} has strides {tensor.strides}; sequences must be {shape[1]} lists apart",
+    strides = tensor.strides
+    if shape[-1] > 1 and strides[-1] != 4:
+        raise ArgumentError(f"{what} must be contiguous along its last axis")
+    if len(shape) == 3 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
+        raise ArgumentError(
+            f"{what} has strides {strides}; sequences must be {shape[1]} lists apart"
         )

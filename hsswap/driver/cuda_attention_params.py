@@ -7,19 +7,21 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_seam import Launcher
-from hsswap.driver.operations import I32, I64, AttendWork, AttentionState, FinalizeWork
+from hsswap.driver.operations import I32, AttendWork, AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, DeviceError
 
 LEAF_TOKENS = 128
 COUNTER_BYTES = 1 << 16
 MOST_COUNTERS = COUNTER_BYTES // 4
+MOST_LENGTH = (1 << 31) - 1  # that travels with the parameters
 _ATTEND = struct.Struct("<15Q11q12i2f")
 
 
@@ -75,14 +77,14 @@ def attend_params(
         part_sums = counters + COUNTER_BYTES
         part_rows = part_sums + sums_bytes
     slots, positions, list_stride = _tables(device, stream, work, shape)
-    lengths, length_bytes, length_stride = _lengths(device, stream, work.lengths)
+    lengths = _lengths(device, stream, work)
     return _ATTEND.pack(
         work.queries.address,
         work.units.memory.address,
         0 if work.blocks is None else work.blocks.memory.address,
         slots,
         positions,
-        lengths,
+        lengths.address,
         work.state.maximum.address,
         work.state.total.address,
         work.state.weighted.address,
@@ -106,9 +108,7 @@ def attend_params(
         group.window or 0,
         parts,
         int(wide),
-        length_bytes,
-        length_stride,
-        work.added_tokens,
+        *lengths[1:],
         group.logit_scale,
         group.soft_cap or 1.0,
     )
@@ -139,11 +139,23 @@ def _address(
     return device.upload(stream, np.ascontiguousarray(table))
 
 
-def _lengths(device: Launcher, stream: Stream, lengths: I64 | Tensor) -> tuple[int, int, int]:
-    """Address, bytes of one, and bytes from one to the next."""
+class _Lengths(NamedTuple):
+    """Address, bytes of one (0: ``more`` is the length), bytes to the next, and what is added."""
+
+    address: int
+    nbytes: int
+    stride: int
+    more: int
+
+
+def _lengths(device: Launcher, stream: Stream, work: AttendWork) -> _Lengths:
+    lengths, more = work.lengths, work.added_tokens
     if isinstance(lengths, Tensor):
-        return lengths.address, 4 if lengths.dtype == "i32" else 8, lengths.strides[0]
-    return device.upload(stream, lengths), 8, 8
+        nbytes = 4 if lengths.dtype == "i32" else 8
+        return _Lengths(lengths.address, nbytes, lengths.strides[0], more)
+    if len(lengths) == 1 and int(lengths[0]) + more <= MOST_LENGTH:
+        return _Lengths(0, 0, 0, int(lengths[0]) + more)
+    return _Lengths(device.upload(stream, lengths), 8, 8, more)
 
 
 def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
@@ -184,21 +196,28 @@ def address_of(tensor: Tensor | None) -> int:
 
 def element_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides in BF16 elements. Raises ArgumentError when they are not whole."""
-    if any(s % 2 for s in tensor.strides):
+    halves = _half_of(tensor.strides)
+    if halves is None:
         raise ArgumentError(f"strides {tensor.strides} are not whole BF16 elements")
-    return tuple(s // 2 for s in tensor.strides)
+    return halves
+
+
+@lru_cache(maxsize=4096)
+def _half_of(strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if any(s % 2 for s in strides) else tuple(s // 2 for s in strides)
 
 
 def require_contiguous(tensor: Tensor, what: str) -> None:
     """Raise ArgumentError unless a float32 tensor is contiguous; ``what`` names it."""
-    wanted = contiguous_strides(tensor.shape, 4)
-    off = any(
-        have != want
-        for have, want, n in zip(tensor.strides, wanted, tensor.shape, strict=True)
-        if n > 1
-    )
-    if off and 0 not in tensor.shape:
+    if not _is_contiguous(tensor.shape, tensor.strides):
         raise ArgumentError(f"{what} has strides {tensor.strides}; it must be contiguous")
+
+
+@lru_cache(maxsize=4096)
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Of float32. The stride of an axis of one element is never used."""
+    wanted = zip(strides, contiguous_strides(shape, 4), shape, strict=True)
+    return 0 in shape or all(have == want or n == 1 for have, want, n in wanted)
 
 
 def require_contiguous_state(state: AttentionState) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hsswap import ptx
@@ -31,7 +32,12 @@ class _Function:
 def key_of(kernel: str, constants: ptx.Constants) -> Key:
     """One kernel with one set of constants."""
     items = tuple(constants.items())
-    return kernel, items if len(items) < 2 else tuple(sorted(items))
+    return kernel, items if len(items) < 2 else _sorted(items)
+
+
+@lru_cache(maxsize=4096)
+def _sorted(items: tuple[tuple[str, int | str], ...]) -> tuple[tuple[str, int | str], ...]:
+    return tuple(sorted(items))
 
 
 class Modules:

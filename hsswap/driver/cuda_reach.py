@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.check_parts import named_tensors, root_owner
+from hsswap.driver.check_parts import named_tensors, root_owner, tensors_of
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_memory import MappedBuffer
 from hsswap.driver.tensor import Tensor, contiguous_strides
@@ -41,13 +43,12 @@ def make_reachable(
     cannot reach, and for memory that is not aligned to its items. ``upload`` None: nothing may be
     copied, since a graph would read the copy at every launch. The context must be current.
     """
+    if all(map(_is_reachable, tensors_of(work, []))):
+        return work
     changes: dict[str, Tensor] = {}
     for what, tensor in named_tensors(work):
         item = ITEM_BYTES[tensor.dtype]
-        bits = tensor.address
-        for stride in tensor.strides:
-            bits |= stride
-        if bits & (item - 1):
+        if (tensor.address | _bits_of(tensor.strides)) & (item - 1):
             raise ArgumentError(f"{what} is not aligned to its items of {item} bytes")
         if tensor.on_device or 0 in tensor.shape:
             continue
@@ -63,6 +64,24 @@ def make_reachable(
         strides = contiguous_strides(tensor.shape, item)
         changes[what] = Tensor(upload(array), tensor.shape, strides, tensor.dtype, True, owner)
     return replace(work, **changes) if changes else work  # type: ignore[type-var]
+
+
+def _is_reachable(tensor: Tensor) -> bool:
+    """Whether nothing more needs to be asked: aligned, and of the GPU or pinned by the device."""
+    if (tensor.address | _bits_of(tensor.strides)) & (ITEM_BYTES[tensor.dtype] - 1):
+        return False
+    if tensor.on_device:
+        return True
+    owner = tensor.owner
+    while type(owner) is Tensor:
+        owner = owner.owner
+    return type(owner) is MappedBuffer
+
+
+@lru_cache(maxsize=4096)
+def _bits_of(strides: tuple[int, ...]) -> int:
+    """The bits that some stride has."""
+    return reduce(or_, strides, 0)
 
 
 def _is_pinned(context: Context, tensor: Tensor) -> bool:

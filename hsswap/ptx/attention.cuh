@@ -32,7 +32,7 @@ struct AttendParams {
   const u8* blocks;         // [host slots, block_bytes], or null
   const int* slots;         // [S, H, B], list_stride elements between the lists of KV heads, also of positions
   const int* positions;     // [S, H, B], or null
-  const u8* lengths;        // [S], length_bytes each (4 or 8), length_stride bytes apart; length_more is added
+  const u8* lengths;        // [S], length_bytes each (4 or 8; 0: it is length_more), length_stride bytes apart; length_more is added
   float* maximum;           // [S, R, Q]
   float* total;             // [S, R, Q]
   float* weighted;          // [S, R, Q, dv]
@@ -143,6 +143,7 @@ __device__ __forceinline__ int first_token_of(const AttendParams& p, i64 list, i
 
 // Tokens that the last row of a sequence sees: from the host, or from a counter that earlier kernels wrote.
 __device__ __forceinline__ i64 length_of(const AttendParams& p, int sequence) {
+  if (p.length_bytes == 0) return p.length_more;
   const u8* at = p.lengths + (i64)sequence * p.length_stride;
   i64 length;
   if (p.length_bytes == 4) {
