@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hsswap.__main__ import main
+from hsswap.bench.rounds import SMALL, small_model
+from hsswap.bf16 import U16
 from hsswap.commands.decoding import Step
 from hsswap.errors import ArgumentError
 from hsswap.models import default_model_path
@@ -131,3 +135,25 @@ def test_smollm2_for_512_tokens(tmp_path: Path, drafter: str, words: int) -> Non
     slots = ["--slots", "1200", "--speculate", drafter]
     ours, _ = smol.run("--tokens", "512", *slots)
     assert ours.run.tokens == plain.run.tokens
+
+
+class Echo:
+    """Attention that gives each row its own queries back: no row sees another."""
+
+    def attend(self, layer: int, queries: U16, keys: U16, values: U16) -> U16:
+        """See the protocol."""
+        return queries
+
+
+def test_rows_apart_have_the_bits_of_single_rows() -> None:
+    """Whatever BLAS makes of one row and of five."""
+    config = replace(SMALL, width=576, ffn_width=700, vocab_size=300, head_dim=32, rope_dims=32)
+    model = small_model(config)
+    tokens = [5, 0, 299, 17, 5]
+    together = model.forward(tokens, 3, Echo(), all_logits=True, rows_apart=True)
+    for row, token in enumerate(tokens):
+        alone = model.forward([token], 3 + row, Echo())
+        assert together[row].tobytes() == alone.tobytes()
+    early = model.forward(tokens[:1], 3, Echo(), layers=1)
+    assert early.shape == (300,)
+    assert not np.array_equal(early, together[0])

@@ -170,9 +170,9 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def small_model() -> Llama:
+def small_model(config: LlamaConfig = SMALL) -> Llama:
     """A Llama with random weights, for a check of the bench itself."""
-    c, rng = SMALL, np.random.default_rng(7)
+    c, rng = config, np.random.default_rng(7)
 
     def matrix(rows: int, columns: int) -> Any:
         return (rng.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)

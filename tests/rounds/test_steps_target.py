@@ -124,7 +124,7 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
     """Where the tiers hold less than the sequence: one round at a time, which says why; the tokens
     are the same up to the end of the store, and the sequence goes on.
     """
-    prompt, count = [1, 2, 3] * 200, 40
+    prompt, count = [1, 2, 3] * 200, 39  # with one token more the last block is full
     wanted = await plain(prompt, count + 2)
     async with swap_of(host_slots=34, tokens=len(prompt) + count + 1) as swap:
         sequence, stream, model = swap.sequence(), swap.device.stream(), Rows(4)
@@ -154,14 +154,22 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
         await sequence.close()
 
 
-async def test_a_second_start_goes_back_within_the_steps() -> None:
-    """The same prompt once more, from the K and V that are there: the same tokens, no new graph."""
+@pytest.mark.parametrize("session", [4, 512])
+async def test_a_second_start_goes_back(session: int) -> None:
+    """The same prompt once more, from the K and V that are there: the same tokens, within the steps
+    that are open or with new ones.
+    """
     prompt, k = PROMPTS[0], 3
     wanted = await plain(prompt, COUNT + 1)
     async with swap_of() as swap, swap.sequence() as sequence:
         stream, model = swap.device.stream(), Rows(k + 1)
         assert int(np.argmax((await run_rows(sequence, prompt, 0))[-1])) == wanted[0]
-        target = StepsTarget(swap.device, stream, [sequence], model, k=k, vocab_size=VOCAB)
+        target = StepsTarget(
+            *(swap.device, stream, [sequence], model),
+            k=k,
+            vocab_size=VOCAB,
+            session_tokens=session,
+        )
         async with RoundStream(
             *(swap.device, target, NgramDrafter(swap.device)),
             k=k,
@@ -169,12 +177,13 @@ async def test_a_second_start_goes_back_within_the_steps() -> None:
             history_tokens=300,
             stream=stream,
         ) as speculating:
-            for count in (COUNT, 7, COUNT):
+            seen = set()
+            for count in (2, COUNT, 7, COUNT):
                 start = SequenceStart(prompt, wanted[0], len(prompt) + count)
                 await speculating.start([start])
-                steps = target.steps
                 assert [t async for t in speculating.tokens()] == wanted[1 : count + 1]
-            assert target.steps is steps
+                seen.add(id(target.steps))
+            assert (len(seen) == 1) == (session == 512)
         await target.close()
         stream.close()
         assert sequence.length == len(prompt) + COUNT
