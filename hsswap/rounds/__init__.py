@@ -1,4 +1,18 @@
-"""ROUND-STREAM: speculative decoding, M rounds ahead of the host (:mod:`hsswap.rounds.stream`)."""
+"""ROUND-STREAM: speculative decoding, M rounds ahead of the host (:mod:`hsswap.rounds.stream`).
+
+An engine gives a model as a :class:`Target`: :class:`StepsTarget` over sequences of a swap, with a
+function that enqueues a pass over K + 1 rows. Then::
+
+    async with RoundStream(
+        swap.device, target, NgramDrafter(swap.device), k=4, rounds=4,
+        history_tokens=8192, stream=stream,
+    ) as speculating:
+        await speculating.start([SequenceStart(prompt, first_token, len(prompt) + 512)])
+        async for token in speculating.tokens():
+            ...
+
+The tokens are those of plain decoding. ``speculating.acceptance`` says how drafts fared.
+"""
 
 from hsswap.driver.base import Graph, Stream
 from hsswap.driver.tensor import Tensor
