@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from threading import Lock
 from typing import TypeVar
 
@@ -69,10 +70,17 @@ async def insist(wait: Callable[[], Awaitable[object]]) -> None:
         raise cancelled
 
 
-async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-    """Run ``work`` in a thread, to its end. ``undo`` takes a result that a cancellation lost."""
+async def in_thread(
+    work: Callable[[], T],
+    undo: Callable[[T], object] | None = None,
+    *,
+    executor: Executor | None = None,
+) -> T:
+    """Run ``work`` in a thread (the loop's for None), to its end. ``undo`` takes a result that a
+    cancellation lost.
+    """
     loop = asyncio.get_running_loop()
-    future = loop.run_in_executor(None, work)
+    future = loop.run_in_executor(executor, work)
     try:
         await insist(lambda: asyncio.wait([future]))
     except asyncio.CancelledError:

@@ -182,10 +182,7 @@ class Rounds(Closeable):
 
         ``waits``: a pass may wait, so it cannot be captured.
         """
-        if self._target.length_addresses is not self._addresses:
-            self.close()
-            self._addresses = self._target.length_addresses
-            self._round, self._graph = self._make(), None
+        self._follow_target()
         enqueue = partial(self._round.enqueue, stream)
         if waits or not (self._captured and self._has_run):
             self._has_run = True
@@ -195,9 +192,15 @@ class Rounds(Closeable):
         return Launches(partial(self._graph.launch, stream), is_quick=True)
 
     def reset(self, stream: Stream) -> None:
-        """See :meth:`Round.reset`; lengths that are made later start there by themselves."""
-        if self._target.length_addresses is self._addresses:
-            self._round.reset(stream)
+        """See :meth:`Round.reset`: another stream of the target may have moved its lengths."""
+        self._follow_target()
+        self._round.reset(stream)
+
+    def _follow_target(self) -> None:
+        if self._target.length_addresses is not self._addresses:
+            self.close()
+            self._addresses = self._target.length_addresses
+            self._round, self._graph = self._make(), None
 
     def close(self) -> None:
         """Free graph and round. Work on them must have ended. Twice is fine."""

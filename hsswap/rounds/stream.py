@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -139,6 +140,9 @@ class RoundStream:
         except BaseException:
             self._free()
             raise
+        # One thread for launches that take long: frameworks keep handles and workspaces a thread,
+        # and a capture must find those that the eager rounds made.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hsswap-rounds")
         self._starts: Sequence[SequenceStart] = ()
         self._positions: list[int] = []
         self._ended: list[End | None] = []
@@ -199,7 +203,8 @@ class RoundStream:
                     "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
                 )
         await self._bufs.start(self._stream, sequences, stop_tokens)
-        self._rounds.reset(self._stream)
+        reset = partial(self._rounds.reset, self._stream)
+        await in_thread(reset, executor=self._thread)
         self._starts = list(sequences)
         self._positions = [len(sequence.tokens) for sequence in sequences]
         self._ended = [
@@ -297,7 +302,7 @@ class RoundStream:
     async def _enqueue(self, rounds: int, admission: Admission) -> None:
         """Put a burst on the stream: from here if that is quick, else from a thread, to its end."""
         prepare = partial(self._rounds.launches, self._stream, waits=admission.waits)
-        launches = await in_thread(prepare)
+        launches = await in_thread(prepare, executor=self._thread)
 
         def enqueue() -> None:
             self._bufs.begin(self._stream)
@@ -309,7 +314,7 @@ class RoundStream:
         if launches.is_quick:
             enqueue()
         else:
-            await in_thread(enqueue)
+            await in_thread(enqueue, executor=self._thread)
 
     async def _drain(self) -> None:
         """Take in the oldest burst. Cancelled while waiting, it stays the oldest."""
@@ -354,6 +359,8 @@ class RoundStream:
     def _free(self) -> None:
         for resource in reversed(self._owned):
             resource.close()
+        if hasattr(self, "_thread"):
+            self._thread.shutdown(wait=False)
 
 
 def _end(flags: int, left: int) -> End | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -187,3 +187,34 @@ async def test_a_second_start_goes_back(session: int) -> None:
         await target.close()
         stream.close()
         assert sequence.length == len(prompt) + COUNT
+
+
+async def test_two_streams_take_turns_on_one_target() -> None:
+    """A start puts lengths back that another stream has moved."""
+    prompt, k = PROMPTS[0], 3
+    wanted = await plain(prompt, COUNT + 1)
+    async with swap_of() as swap, swap.sequence() as sequence:
+        stream, model = swap.device.stream(), Rows(k + 1)
+        assert int(np.argmax((await run_rows(sequence, prompt, 0))[-1])) == wanted[0]
+        target = StepsTarget(swap.device, stream, [sequence], model, k=k, vocab_size=VOCAB)
+        drafter = NgramDrafter(swap.device)
+        async with AsyncExitStack() as opened:
+            streams = [
+                await opened.enter_async_context(
+                    RoundStream(
+                        *(swap.device, target, drafter),
+                        k=k,
+                        rounds=2,
+                        history_tokens=300,
+                        stream=stream,
+                    )
+                )
+                for _ in range(2)
+            ]
+            for turn in range(4):
+                await streams[turn % 2].start(
+                    [SequenceStart(prompt, wanted[0], len(prompt) + COUNT)]
+                )
+                assert [t async for t in streams[turn % 2].tokens()] == wanted[1 : COUNT + 1]
+        await target.close()
+        stream.close()
