@@ -70,6 +70,7 @@ def enqueue_rows(
     cache = rows.cache
     size = cache.pool.block_size
     cache.grow(rows.first_block + rows.filled + 1)
+    cache.changed(rows.first_block)
     stays = np.zeros(rows.filled, np.bool_)
     offset = cache.length % size
     head = min(rows.count, size - offset) if offset else 0

@@ -180,7 +180,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
 
 def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
     lse = None if query.lse is None else query.lse.as_batch()
-    return ExactPass(
+    work = ExactPass(
         swap.device,
         query.stream,
         query.cache,
@@ -190,6 +190,17 @@ def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
         swap.config.tile_tokens,
         swap.release_after,
     )
+    residents = query.cache.residents
+    if residents is not None and residents.left:
+        left, residents.left = residents.left, []
+
+        def give_back() -> None:
+            with swap.lock:
+                residents.give_back(left)
+
+        # All that reads them was enqueued before, perhaps elsewhere; this stream waits for it.
+        query.stream.record().call_when_done(lambda: swap.mailbox.post(give_back))
+    return work
 
 
 @contextmanager

@@ -224,6 +224,7 @@ def hand_over(cache: LayerCache, held: Held, length: int, *, may_stay: bool) -> 
         following = cache.active
         restore = first + filled if partial else None
     stays = (slot_of[:filled] >= 0) & (slot_of[:filled] != following) & may_stay
+    cache.changed(first)
     cache.device_slot[first : first + filled] = np.where(stays, slot_of[:filled], -1)
     cache.device_slot[first + filled :] = -1
     if partial:

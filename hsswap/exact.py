@@ -21,6 +21,7 @@ from hsswap.driver.tensor import Tensor
 from hsswap.errors import OutOfSlots
 from hsswap.pools import GroupPool, RingRegion
 from hsswap.prefetch import Blocks, Loaded
+from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
 NOTHING = np.empty(0, np.intp)
@@ -31,8 +32,9 @@ NO_SLOTS = np.empty(0, np.int32)
 class LayerCache:
     """One layer of one sequence: its length and where its blocks are on the device.
 
-    ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does. ``active``
-    is the slot of the block being filled.
+    ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does; who changes
+    entries says so (:meth:`changed`). ``active`` is the slot of the block being filled.
+    ``residents``: the same as attention reads it, None for a list of blocks that is used once.
     """
 
     pool: GroupPool
@@ -40,6 +42,19 @@ class LayerCache:
     active: int
     length: int = 0
     device_slot: I32 = field(default_factory=lambda: np.full(64, -1, np.int32))
+    residents: ResidentTable | None = None
+
+    def changed(self, block: int) -> None:
+        """Entries of ``device_slot`` from this block on may be others now."""
+        if self.residents is not None:
+            self.residents.changed(block)
+
+    def is_resident(self) -> bool:
+        """Whether every block is known to be in a device slot, found without looking at all."""
+        if self.residents is None:
+            return False
+        self.residents.settle(self.device_slot, -(-self.length // self.pool.block_size))
+        return not self.residents.missing
 
     @property
     def group_layer(self) -> int:
@@ -80,6 +95,8 @@ def tile_tokens_for(span_tokens: int, tile_tokens: int) -> int:
 def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> Blocks:
     """What exact attention of this layer must bring into the host tier, from block ``start`` on."""
     size = cache.pool.block_size
+    if cache.is_resident():
+        return Blocks(cache.pool, cache.layer, NOTHING)
     first = max(start, cache.first_visible(rows) // SPAN_TOKENS * (SPAN_TOKENS // size))
     return cache.missing(Tile(first, cache.length // size), indices)[1]
 
@@ -140,6 +157,9 @@ class ExactPass:
         cache, size = self._cache, self._cache.pool.block_size
         room = self.tile_tokens // size
         start, stop = first_token // self.tile_tokens * room, -(-cache.length // size)
+        if cache.is_resident():
+            self._is_resident = True
+            return [Tile(start, stop)]
         is_missing = cache.device_slot[start:stop] < 0
         missing = int(np.count_nonzero(is_missing))
         self._is_resident = not missing
@@ -211,28 +231,39 @@ class ExactPass:
         """Launch the next tile; its missing blocks are in the leased host slots."""
         tile = self._tiles[self.next_tile]
         pool = self._cache.pool
-        slots = self._cache.device_slot[tile.start : tile.stop]
-        units = pool.slots.units(slots)
         if self._is_resident:
-            self.device_hits += len(slots)
-            self._attend(tile, units, state)
+            self.device_hits += tile.stop - tile.start
+            self._attend(tile, self._resident_units(tile), state)
             self.next_tile += 1
             return
+        slots = self._cache.device_slot[tile.start : tile.stop]
+        units = pool.slots.units(slots)
         missing = np.flatnonzero(slots < 0)
         self.device_hits += len(slots) - len(missing)
         self.unread = loaded.slots
         if self._in_place or not len(missing):
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
             units[:, missing] = host_unit(loaded.slots, heads, len(heads))
-            self._attend(tile, units, state)
+            self._attend(tile, units[None], state)
             if len(missing):
                 self._read(self._stream.record(), pool, loaded.slots)
             self.unread = None
         else:
             units[:, missing], region = self._gather(loaded)
-            self._attend(tile, units, state)
+            self._attend(tile, units[None], state)
             region.last_read = self._stream.record()
         self.next_tile += 1
+
+    def _resident_units(self, tile: Tile) -> I32 | Tensor:
+        """Entries of a tile whose blocks are all in device slots."""
+        residents = self._cache.residents
+        table = None
+        if residents is not None and not residents.missing and self._in_place:
+            table = residents.units(tile.start, tile.stop)  # for many rows arrays are as good
+        if table is None:
+            slots = self._cache.device_slot[tile.start : tile.stop]
+            return self._cache.pool.slots.units(slots)[None]
+        return table
 
     def _gather(self, loaded: Loaded) -> tuple[I32, RingRegion]:
         """Bring a tile's missing units into the ring; the stream waits for them.
@@ -265,7 +296,7 @@ class ExactPass:
         self._stream.wait_for(gathered)
         return units, region
 
-    def _attend(self, tile: Tile, units: I32, state: AttentionState) -> None:
+    def _attend(self, tile: Tile, units: I32 | Tensor, state: AttentionState) -> None:
         pool = self._cache.pool
         is_last = self.next_tile == len(self._tiles) - 1
         self._device.attend(
@@ -274,7 +305,7 @@ class ExactPass:
                 queries=self._queries,
                 lengths=self._lengths,
                 units=pool.units,
-                slots=units[None],
+                slots=units,
                 first_block=tile.start,
                 positions=None,
                 span_blocks=self._span_blocks,

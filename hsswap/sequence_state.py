@@ -17,6 +17,7 @@ from hsswap.exact import LayerCache
 from hsswap.io.ids import INDEX_MASK
 from hsswap.prefetch import Blocks
 from hsswap.reserving import Reservation
+from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I64
 from hsswap.topk import TopK, TopKLayer
 
@@ -43,6 +44,8 @@ class SequenceState:
             LayerCache(swap.pool_of(layer), layer, active)
             for layer, active in enumerate(swap.take_active_slots())
         ]
+        for cache in self._layers:
+            cache.residents = ResidentTable(cache.pool.tables)
         self._top_k_layers: list[TopKLayer] = []
         self._last: tuple[Stream, Event] | None = None
         self._busy = ""
@@ -102,6 +105,9 @@ class SequenceState:
             held = cache.device_slot[cache.device_slot >= 0]
             resident = held[held != cache.active]
             cache.pool.give_back(cache.group_layer, cache.active, resident)
+            assert cache.residents is not None
+            cache.residents.leave()
+            cache.residents.give_back(cache.residents.left)
         for cache, layer in zip(self._layers, self._top_k_layers, strict=False):
             cache.pool.slots.give_back(layer.close())
         self._top_k_layers = []

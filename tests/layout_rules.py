@@ -26,7 +26,7 @@ CONTRACTS = (
     *("driver.base", "driver.tensor"),
     *("driver.codes_operations", "driver.operations", "driver.round_operations"),
 )
-DECIDING = ("predictor", "tiers")
+DECIDING = ("predictor", "resident_table", "tiers")
 WAITING = ("loop", "pools", "prefetch")
 # What an engine holds, and the parts it is made of.
 API = (
@@ -69,6 +69,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ptx": (*PLAIN, "ptx"),
     "driver": (*PLAIN, "ptx", "driver"),  # ptx is the table of kernels that driver compiles
     "predictor": (*PLAIN, *CONTRACTS, "predictor"),
+    "resident_table": (*PLAIN, *CONTRACTS),
     "tiers": (*PLAIN, *CONTRACTS, "tiers"),
     "loop": ("loop",),
     "pools": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),
