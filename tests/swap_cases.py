@@ -83,7 +83,7 @@ def config_for(
         max_sequences=sequences,
         tile_tokens=tile_tokens,
         look_ahead=look_ahead,
-        predictor=PredictorConfig(),
+        predictor=PredictorConfig("projection"),  # answers do not depend on who asked first
     )
 
 
