@@ -23,8 +23,8 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     count = leading(keys, "keys")
     rows = Rows(
         cache,
-        tensor_of(keys, "bf16", (count, group.kv_heads, group.head_dim), "keys"),
-        tensor_of(values, "bf16", (count, group.kv_heads, group.value_dim), "values"),
+        tensor_of(keys, group.dtype, (count, group.kv_heads, group.head_dim), "keys"),
+        tensor_of(values, group.dtype, (count, group.kv_heads, group.value_dim), "values"),
     )
     cache.pool.check_reachable(rows.keys, "keys")
     cache.pool.check_reachable(rows.values, "values")
@@ -33,11 +33,12 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An attend's arrays as the caller gave them; ``out`` and ``lse_out`` may be None."""
+    """An attend's arrays as the caller gave them; all but ``queries`` may be None."""
 
     queries: object
     out: object | None
     lse_out: object | None
+    sinks: object | None = None
 
 
 def checked_query(cache: LayerCache, indices: I64, given: Given, stream: Stream) -> Query:
@@ -51,17 +52,21 @@ def checked_query(cache: LayerCache, indices: I64, given: Given, stream: Stream)
             f"{count} query rows for layer {cache.layer}, which has {cache.length} tokens; append "
             "the rows' keys and values first"
         )
-    taken = tensor_of(given.queries, "bf16", (count, group.q_heads, group.head_dim), "queries")
+    taken = tensor_of(given.queries, group.dtype, (count, group.q_heads, group.head_dim), "queries")
     shape = (count, group.q_heads, group.value_dim)
     out = cache.pool.new_output(shape) if given.out is None else given.out
-    taken_out = tensor_of(out, "bf16", shape, "out", written=True)
+    taken_out = tensor_of(out, group.dtype, shape, "out", written=True)
     lse = None
     if given.lse_out is not None:
         lse = tensor_of(given.lse_out, "f32", (count, group.q_heads), "lse_out", written=True)
         cache.pool.check_reachable(lse, "lse_out")
+    sinks = None
+    if given.sinks is not None:
+        sinks = tensor_of(given.sinks, "f32", (group.q_heads,), "sinks")
+        cache.pool.check_reachable(sinks, "sinks")
     cache.pool.check_reachable(taken, "queries")
     cache.pool.check_reachable(taken_out, "out")
-    return Query(cache, indices, taken, taken_out, out, stream, lse)
+    return Query(cache, indices, taken, taken_out, out, stream, lse, sinks)
 
 
 def checked_length(length: object, longest: int, *, what: str = "length", least: int = 0) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
-from hsswap.driver.operations import AttentionState
+from hsswap.driver.operations import AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import ExactPass, LayerCache
 from hsswap.pools import state_bytes, state_in
@@ -57,7 +57,7 @@ class AttendResult:
 @dataclass(frozen=True, slots=True)
 class Query:
     """Checked arguments of an attend: ``queries`` ``[rows, Q, dk]``, ``out`` ``[rows, Q, dv]``,
-    ``lse`` ``[rows, Q]`` float32 or None.
+    ``lse`` ``[rows, Q]`` float32 and ``sinks`` ``[Q]`` float32, or None.
     """
 
     cache: LayerCache
@@ -67,6 +67,7 @@ class Query:
     out_object: object
     stream: Stream
     lse: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
@@ -167,6 +168,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
             state_in(buffer, group, 1),
             query.out.as_batch(),
             None if query.lse is None else query.lse.as_batch(),
+            query.sinks,
         )
         counters = swap.counters
         counters.attends += 1
@@ -186,7 +188,7 @@ def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
         query.cache,
         query.indices,
         query.queries.as_batch(),
-        (query.out.as_batch(), lse),
+        lambda state: FinalizeWork(state, query.out.as_batch(), lse, sinks=query.sinks),
         swap.config.tile_tokens,
         swap.release_after,
     )

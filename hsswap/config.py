@@ -37,12 +37,13 @@ class LayerGroup:
     """Layers of equal dims.
 
     ``layers``: how many. ``q_heads`` is a multiple of ``kv_heads``. ``head_dim`` and ``value_dim``
-    (default: the same) count elements of K and of V, multiples of 8 from 8 to 256. ``dtype`` is
-    ``"bf16"``. ``window``: a row sees at most this many tokens, its own included; None: all.
-    ``scale`` multiplies the logits (default ``head_dim ** -0.5``). ``soft_cap`` bounds them by
-    ``cap * tanh(logit / cap)`` (Gemma 2, arXiv 2408.00118, section 2). ``aux_bytes``: extra bytes
-    of a unit behind V, for the scales of quantised formats. ``rope``: how the model turns queries
-    and keys, for the predictor alone; what is appended is turned already.
+    (default: the same) count elements of K and of V, multiples of 8 from 8 to 256. ``dtype``, of K,
+    V, queries and outputs, is ``"bf16"`` or ``"f16"``. ``window``: a row sees at most this many
+    tokens, its own included; None: all. ``scale`` multiplies the logits (default ``head_dim **
+    -0.5``). ``soft_cap`` bounds them by ``cap * tanh(logit / cap)`` (Gemma 2, arXiv 2408.00118,
+    section 2). ``aux_bytes``: extra bytes of a unit behind V, for the scales of quantised formats.
+    ``rope``: how the model turns queries and keys, for the predictor alone; what is appended is
+    turned already.
     """
 
     layers: int
@@ -78,7 +79,9 @@ class LayerGroup:
                 8 <= dim <= MAX_HEAD_DIM and dim % 8 == 0,
                 f"{name} is {dim}; it must be a multiple of 8 from 8 to {MAX_HEAD_DIM}",
             )
-        _require(self.dtype == "bf16", f"dtype {self.dtype!r} is unknown; known: bf16")
+        _require(
+            self.dtype in ("bf16", "f16"), f"dtype {self.dtype!r} is unknown; known: bf16, f16"
+        )
         _require(
             self.window is None or self.window >= 1,
             f"window is {self.window}; give None, or 1 or more",

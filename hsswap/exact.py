@@ -104,7 +104,7 @@ def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> 
 class ExactPass:
     """One attend of one layer: which tile is next, what it needs, and its launches.
 
-    ``queries`` ``[1, rows, Q, dk]``; ``outputs``: where the output goes, and the logsumexp if it is
+    ``queries`` ``[1, rows, Q, dk]``; ``end(state)``: where the output goes, and what else is
     wanted. ``read(event, pool, host_slots)`` is called with the event behind the last work that
     reads a tile's host slots, after which the leases can be given back.
     """
@@ -116,7 +116,7 @@ class ExactPass:
         cache: LayerCache,
         indices: I64,
         queries: Tensor,
-        outputs: tuple[Tensor, Tensor | None],
+        end: Callable[[AttentionState], FinalizeWork],
         tile_tokens: int,
         read: Callable[[Event, GroupPool, I32], None],
     ) -> None:
@@ -125,7 +125,7 @@ class ExactPass:
         self._cache = cache
         self._indices = indices
         self._queries = queries
-        self._outputs = outputs
+        self._end = end
         self._read = read
         self._in_place = device.reads_in_place(queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
@@ -312,6 +312,6 @@ class ExactPass:
                 state=state,
                 begin=self.next_tile == 0,
                 blocks=pool.blocks,
-                end=FinalizeWork(state, *self._outputs) if is_last else None,
+                end=self._end(state) if is_last else None,
             ),
         )

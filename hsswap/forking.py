@@ -117,7 +117,7 @@ def _active_rows(cache: LayerCache, rows: int) -> tuple[Tensor, Tensor]:
     def part(offset: int, dim: int) -> Tensor:
         strides = (dim * BF16_BYTES, unit_bytes, BF16_BYTES)
         address = start + offset
-        return Tensor(address, (rows, heads, dim), strides, "bf16", memory.on_device, memory)
+        return Tensor(address, (rows, heads, dim), strides, group.dtype, memory.on_device, memory)
 
     keys_bytes = pool.block_size * group.head_dim * BF16_BYTES
     return part(0, group.head_dim), part(keys_bytes, group.value_dim)

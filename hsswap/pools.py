@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
+from hsswap.halves import DTYPES
 from hsswap.resident_table import TableMemory
 from hsswap.tiers import I32, DeviceSlots, HostTier
 
@@ -88,13 +90,13 @@ class GroupPool:
         if tensor.on_device and not self.device_memory.on_device:
             raise ArgumentError(f"{what} is in a GPU's memory and the swap's device is the host")
 
-    def new_output(self, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    def new_output(self, shape: tuple[int, ...]) -> NDArray[Any]:
         """An array for an attend's output. Raises ArgumentError on a GPU, where the caller has to
         give one.
         """
         if self.device_memory.on_device:
             raise ArgumentError("out is None; on a GPU give an array in its memory")
-        return np.empty(shape, np.uint16)
+        return np.empty(shape, DTYPES[self.group.dtype])
 
     def take_active(self, purpose: str) -> I32:
         """One slot a layer for the blocks being filled. Raises OutOfSlots."""

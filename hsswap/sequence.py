@@ -103,6 +103,7 @@ class Sequence(LookingAhead):
         *,
         exact: bool | None = None,
         lse_out: object | None = None,
+        sinks: object | None = None,
         stream: object | None = None,
     ) -> AttendResult:
         """Attention of the layer's last rows over all before them; returns when enqueued.
@@ -111,13 +112,14 @@ class Sequence(LookingAhead):
         tokens, row i sees everything up to its own token. ``out`` ``[rows, q_heads, value_dim]``
         BF16 codes, made if None (host device). ``exact`` None: top-k for single rows of a top-k
         sequence, else exact. ``lse_out`` ``[rows, q_heads]`` float32, if given, receives the
-        logsumexp of each row's logits. All arrays must stay until the result is done.
+        logsumexp of each row's logits. ``sinks`` ``[q_heads]`` float32: a logit of each head that
+        takes part in the softmax and has no value. All arrays must stay until the result is done.
 
         Raises ArgumentError for wrong arrays or more rows than tokens; BlockIOError (CorruptBlock)
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
         with self._exclusive("attend"):
-            query = self._check_query(layer, Given(queries, out, lse_out), stream)
+            query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
             with self._ordered(query.stream):
                 self._show(query)
                 if self._uses_top_k(query, exact):
@@ -133,6 +135,7 @@ class Sequence(LookingAhead):
         *,
         exact: bool | None = None,
         lse_out: object | None = None,
+        sinks: object | None = None,
         stream: object | None = None,
     ) -> AttendResult | None:
         """Like :meth:`attend`, from any thread, without ever waiting.
@@ -142,7 +145,7 @@ class Sequence(LookingAhead):
         that others already queue for; then use :meth:`attend`.
         """
         with self._swap.lock, self._exclusive("attend"):
-            query = self._check_query(layer, Given(queries, out, lse_out), stream)
+            query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
             if self._uses_top_k(query, exact):
                 return None
             with self._ordered(query.stream):

@@ -165,16 +165,16 @@ class BlockingSequence:
         *,
         exact: bool | None = None,
         lse_out: object | None = None,
+        sinks: object | None = None,
         stream: object | None = None,
     ) -> AttendResult:
         """Attention of the layer's last rows, enqueued; ``result.synchronize()`` waits for it."""
         sequence = self._sequence
-        result = sequence.try_attend(
-            layer, queries, out, exact=exact, lse_out=lse_out, stream=stream
-        )
+        options = {"exact": exact, "lse_out": lse_out, "sinks": sinks, "stream": stream}
+        result = sequence.try_attend(layer, queries, out, **options)  # type: ignore[arg-type]
         if result is None:
             result = self._loop.run(
-                sequence.attend(layer, queries, out, exact=exact, lse_out=lse_out, stream=stream)
+                sequence.attend(layer, queries, out, **options)  # type: ignore[arg-type]
             )
         return result
 

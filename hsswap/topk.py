@@ -303,6 +303,7 @@ class TopKLayer:
         state: AttentionState,
         out: Tensor,
         lse: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Launch attention over what was chosen and the block being filled, and finalize."""
         cache, pool = self.cache, self.cache.pool
@@ -332,7 +333,7 @@ class TopKLayer:
                 block_lse=block_lse,
             ),
         )
-        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass))
+        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass, sinks))
         self._last = (choice.chosen, first_columns(mass.row(0), self._most))
         lse = block_lse.row(0).row(0)
         self._last_lse = Attended(choice.chosen, first_columns(lse, self._most))

@@ -48,10 +48,19 @@ class StaticLauncher:
         params: bytes,
         *,
         cluster: int = 1,
+        follows: bool = False,
     ) -> None:
         """See :meth:`Launcher.launch`."""
         self._device.launch(
-            stream, kernel, constants, grid, block, shared_bytes, params, cluster=cluster
+            stream,
+            kernel,
+            constants,
+            grid,
+            block,
+            shared_bytes,
+            params,
+            cluster=cluster,
+            follows=follows,
         )
 
     def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:

@@ -249,7 +249,7 @@ class Device(Closeable):
 
     @abstractmethod
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
-        """Turn carried state into BF16 output, and logsumexp and block masses where asked."""
+        """Turn carried state into output, and logsumexp and block masses where asked."""
 
     @abstractmethod
     def encode(self, stream: Stream, work: EncodeWork | EncodeCodesWork) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.config import BF16_BYTES, MAX_BLOCK_SIZE
 from hsswap.driver.codes_operations import Attended, LayerCodes, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
     AttentionState,
     BlockPool,
     FinalizeWork,
+    PagePool,
     ProjectionCodes,
     UnitCache,
     UnitPool,
@@ -37,7 +39,8 @@ FEW_INDICES = 64
 
 _RECORDS = frozenset(
     (
-        *(UnitPool, BlockPool, AttentionState, FinalizeWork, ProjectionCodes, UnitCache),
+        *(UnitPool, PagePool, BlockPool, AttentionState, FinalizeWork),
+        *(ProjectionCodes, UnitCache),
         *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
         *(LayerCodes, Resident, ScoreMemory, Attended),
     )
@@ -165,6 +168,24 @@ def check_pool(pool: UnitPool | BlockPool, what: str) -> int:
     if isinstance(owner, np.ndarray) and not owner.flags.writeable:
         raise ArgumentError(f"{what}.memory is a read-only array; it is written to")
     return shape[0]
+
+
+def check_pages(pool: PagePool) -> int:
+    """Check an engine's pages; the number of them."""
+    group = pool.group
+    pages, size = shape_of_rank(pool.keys, 4, "units.keys")[:2]
+    shape = (pages, size, group.kv_heads)
+    check_tensor(pool.keys, group.dtype, (*shape, group.head_dim), "units.keys")
+    check_tensor(pool.values, group.dtype, (*shape, group.value_dim), "units.values")
+    require(
+        1 <= size <= MAX_BLOCK_SIZE and size & (size - 1) == 0,
+        f"pages have {size} tokens; a power of two from 1 to {MAX_BLOCK_SIZE} is needed",
+    )
+    require(
+        pool.keys.strides[3] == pool.values.strides[3] == BF16_BYTES,
+        "units.keys and units.values must be contiguous along the dims",
+    )
+    return pages
 
 
 def require_same_layout(units: UnitPool, blocks: BlockPool) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hsswap.config import SPAN_TOKENS
 from hsswap.driver.check_parts import (
+    check_pages,
     check_pool,
     check_tensor,
     checked_indices,
@@ -35,6 +36,7 @@ from hsswap.driver.operations import (
     EncodeWork,
     FinalizeWork,
     GatherWork,
+    PagePool,
     ProjectionCodes,
     ScatterWork,
     ScoreWork,
@@ -42,6 +44,7 @@ from hsswap.driver.operations import (
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
+from hsswap.halves import DTYPES
 
 Move = TypeVar("Move", GatherWork, ScatterWork)
 
@@ -52,8 +55,8 @@ def append(work: AppendWork) -> AppendWork:
     group, size = work.units.group, work.units.block_size
     units, blocks = check_pool(work.units, "units"), check_pool(work.blocks, "blocks")
     rows = shape_of_rank(work.keys, 3, "keys")[0]
-    check_tensor(work.keys, "bf16", (rows, group.kv_heads, group.head_dim), "keys")
-    check_tensor(work.values, "bf16", (rows, group.kv_heads, group.value_dim), "values")
+    check_tensor(work.keys, group.dtype, (rows, group.kv_heads, group.head_dim), "keys")
+    check_tensor(work.values, group.dtype, (rows, group.kv_heads, group.value_dim), "values")
     require(work.first_offset >= 0, f"first_offset is {work.first_offset}; 0 and more")
     count = -(-(work.first_offset + rows) // size)
     return replace(
@@ -89,11 +92,14 @@ def _state(state: AttentionState, rows: tuple[int, ...], value_dim: int | None =
 def attend(work: AttendWork) -> AttendWork:
     """Check an AttendWork."""
     group, size = work.units.group, work.units.block_size
-    units = check_pool(work.units, "units")
+    if isinstance(work.units, PagePool):
+        units = check_pages(work.units)
+    else:
+        units = check_pool(work.units, "units")
     sequences, rows, heads, _ = shape_of_rank(work.queries, 4, "queries")
     if heads != group.q_heads:
         raise ArgumentError(f"queries has {heads} heads; {group.q_heads} are needed")
-    check_tensor(work.queries, "bf16", (sequences, rows, heads, group.head_dim), "queries")
+    check_tensor(work.queries, group.dtype, (sequences, rows, heads, group.head_dim), "queries")
     _state(work.state, (sequences, rows, heads), group.value_dim)
     span_tokens = work.span_blocks * size
     if work.span_blocks < 1 or span_tokens % SPAN_TOKENS:
@@ -117,6 +123,8 @@ def attend(work: AttendWork) -> AttendWork:
         )
     lowest = -1
     if work.blocks is not None:
+        if isinstance(work.units, PagePool):
+            raise ArgumentError("blocks go with a UnitPool; an engine's pages have no host slots")
         require_same_layout(work.units, work.blocks)
         lowest -= check_pool(work.blocks, "blocks") * group.kv_heads
     if isinstance(slots, Tensor):
@@ -172,8 +180,8 @@ def append_at(work: AppendAtWork) -> AppendAtWork:
     check_pool(work.blocks, "blocks")
     sequences, rows = shape_of_rank(work.keys, 4, "keys")[:2]
     shape = (sequences, rows, group.kv_heads)
-    check_tensor(work.keys, "bf16", (*shape, group.head_dim), "keys")
-    check_tensor(work.values, "bf16", (*shape, group.value_dim), "values")
+    check_tensor(work.keys, group.dtype, (*shape, group.head_dim), "keys")
+    check_tensor(work.values, group.dtype, (*shape, group.value_dim), "values")
     held_counters(work.positions, sequences, "positions")
     blocks = shape_of_rank(work.slots, 3, "slots")[2]
     held_table(work.slots, (sequences, group.kv_heads, blocks), "slots")
@@ -185,10 +193,13 @@ def append_at(work: AppendAtWork) -> AppendAtWork:
 def finalize(work: FinalizeWork) -> FinalizeWork:
     """Check a FinalizeWork."""
     shape = shape_of_rank(work.out, 4, "out")
-    check_tensor(work.out, "bf16", shape, "out", written=True)
+    require(work.out.dtype in DTYPES, f"out has dtype {work.out.dtype}; known: bf16, f16")
+    check_tensor(work.out, work.out.dtype, shape, "out", written=True)
     _state(work.state, shape[:3], shape[3])
     if work.lse is not None:
         check_tensor(work.lse, "f32", shape[:3], "lse", written=True)
+    if work.sinks is not None:
+        check_tensor(work.sinks, "f32", shape[2:3], "sinks")
     if work.block_mass is not None:
         if work.block_lse is None:
             raise ArgumentError("block_mass needs block_lse, which attend writes")
@@ -231,7 +242,7 @@ def score(work: ScoreWork) -> ScoreWork:
     """Check a ScoreWork."""
     ids, _ = _codes(work.codes)
     group = work.codes.group
-    check_tensor(work.queries, "bf16", (group.q_heads, group.head_dim), "queries")
+    check_tensor(work.queries, group.dtype, (group.q_heads, group.head_dim), "queries")
     index = work.code_index
     shape = shape_of_rank(index, 1, "code_index") if isinstance(index, Tensor) else (len(index),)
     check_tensor(work.scores, "f32", (group.kv_heads, *shape), "scores", written=True)

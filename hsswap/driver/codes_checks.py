@@ -63,7 +63,7 @@ def score(work: ScoreCodesWork) -> ScoreCodesWork:
     """Check a ScoreCodesWork."""
     ids = _codes(work.codes)
     group = work.codes.group
-    check_tensor(work.queries, "bf16", (group.q_heads, group.head_dim), "queries")
+    check_tensor(work.queries, group.dtype, (group.q_heads, group.head_dim), "queries")
     index = work.code_index
     blocks = shape_of_rank(index, 1, "code_index")[0] if isinstance(index, Tensor) else len(index)
     check_tensor(work.scores, "f32", (group.kv_heads, blocks), "scores", written=True)

@@ -302,11 +302,12 @@ class CudaDevice(Device):
         params: bytes,
         *,
         cluster: int = 1,
+        follows: bool = False,
     ) -> None:
         """See :meth:`Launcher.launch`."""
         state = cast(CudaStream, stream).state  # launch code passes on the stream it was given
         key = key_of(kernel, constants)
-        self._modules.launch(state, key, grid, block, shared_bytes, params, cluster)
+        self._modules.launch(state, key, grid, block, shared_bytes, params, cluster, follows)
 
     def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
         """See :meth:`Launcher.prepare`."""

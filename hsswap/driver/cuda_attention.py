@@ -10,41 +10,37 @@ The carried ``maximum`` is in units of log 2 on this device.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 from hsswap.config import CUDA_SPAN_TOKENS, LayerGroup
 from hsswap.driver.base import Stream
+from hsswap.driver.cuda_attention_decode import launch_decode, plan_decode
 from hsswap.driver.cuda_attention_params import (
     LEAF_TOKENS,
-    MOST_COUNTERS,
+    WIDE_PAIRS,
     Shape,
     address_of,
     attend_params,
     dim_constants,
     element_strides,
     is_wide,
+    page_constants,
     require_contiguous,
     require_contiguous_state,
     span_constants,
     tensor_map,
     transform_of,
 )
-from hsswap.driver.cuda_seam import Grid, Launcher
-from hsswap.driver.operations import AttendWork, FinalizeWork
-from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
+from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool, UnitPool
+from hsswap.driver.tensor import Tensor
 
 SPAN_TOKENS = CUDA_SPAN_TOKENS
 """Tokens of a span. Constant, so that rows of one call may lie on both sides of any length."""
 
 TILE_PAIRS = 64
 TILE_THREADS = 128
-WIDE_PAIRS = 128
 WIDE_THREADS = 384
 WIDE_SHARED_BYTES = 224 << 10
-MOST_GRID = 65535
-MOST_MERGED_PARTS = 256
-FEW_LEAVES = 32
-"""Leaves of a list up to which the last thread block folds them one by one (12 us at 16)."""
 
 MOST_PARTIAL_BYTES = 1 << 28
 """Parts take this much at most (256 MiB): beyond, spans are folded as they come."""
@@ -53,7 +49,7 @@ IN_PLACE_ROWS = 16
 """Query rows up to which units are read over the link rather than gathered first."""
 
 _WARPS_A_BLOCK = 4
-_FINALIZE = struct.Struct("<7Q4q6i")
+_FINALIZE = struct.Struct("<8Q4q6i")
 
 
 def span_tokens(length: int) -> int:
@@ -65,19 +61,6 @@ def span_tokens(length: int) -> int:
 def reads_in_place(rows: int) -> bool:
     """Whether so many rows read a unit once: the tile of one KV head holds them all."""
     return rows <= IN_PLACE_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """How attend_decode shares a list out; the constants are described in attention.cu."""
-
-    warps: int
-    workers: int
-    stages: int
-    whole_spans: bool
-    fold_leaves: bool
-    shares: int
-    parts: int
 
 
 def enqueue_attend(
@@ -94,25 +77,33 @@ def enqueue_attend(
     require_contiguous_state(work.state)
     if work.block_lse is not None:
         require_contiguous(work.block_lse, "block_lse")
+    if end is not None:
+        _require_contiguous_end(end)
     fused = end is not None and end.block_mass is None
     decode = plan_decode(device, work, shape)
     if decode is not None:
-        fused = fused and decode.parts <= MOST_MERGED_PARTS
-        _launch_decode(device, stream, work, shape, decode, end if fused else None)
+        launch_decode(device, stream, work, shape, decode, end if fused else None)
     else:
-        fused = False
         wide = uses_wide(device, work, shape)
+        fused = fused and wide
+        last = end if fused else None
         if wide:
-            _launch_wide(device, stream, work, shape)
-        _launch_tiles(device, stream, work, shape, wide)
+            _launch_wide(device, stream, work, shape, last)
+        _launch_tiles(device, stream, work, shape, wide, last)
     if work.block_lse is not None and shape.entries:
         grid = Grid(-(-shape.entries // _WARPS_A_BLOCK), min(shape.rows_in_state, 65535))
         params = attend_params(device, stream, work, shape, parts=0)
-        constants = span_constants(work.units.group, work.units.block_size)
+        constants = span_constants(work.units.group, work.units.block_size) | page_constants(work)
         block = Grid(32 * _WARPS_A_BLOCK)
         device.launch(stream, "block_logsumexp", constants, grid, block, 0, params)
     if end is not None and not fused:
         enqueue_finalize(device, stream, end)
+
+
+def _require_contiguous_end(end: FinalizeWork) -> None:
+    for tensor, what in ((end.lse, "lse"), (end.sinks, "sinks")):
+        if tensor is not None:
+            require_contiguous(tensor, what)
 
 
 def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> None:
@@ -121,9 +112,9 @@ def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> No
     sequences, rows, q_heads, value_dim = work.out.shape
     if sequences * rows * q_heads == 0:
         return
-    for tensor, what in ((work.lse, "lse"), (work.block_lse, "block_lse")):
-        if tensor is not None:
-            require_contiguous(tensor, what)
+    _require_contiguous_end(work)
+    if work.block_lse is not None:
+        require_contiguous(work.block_lse, "block_lse")
     kv_heads, entries = (1, 0)
     if work.block_mass is not None:
         require_contiguous(work.block_mass, "block_mass")
@@ -136,6 +127,7 @@ def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> No
         address_of(work.lse),
         address_of(work.block_lse),
         address_of(work.block_mass),
+        address_of(work.sinks),
         *element_strides(work.out),
         sequences,
         rows,
@@ -144,87 +136,21 @@ def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> No
         kv_heads,
         entries,
     )
+    constants = format_constants(work.out.dtype)
     block = Grid(32 * _WARPS_A_BLOCK)
     grid = Grid(-(-sequences * rows * q_heads // _WARPS_A_BLOCK))
-    device.launch(stream, "finalize", {}, grid, block, 0, params)
+    device.launch(stream, "finalize", constants, grid, block, 0, params)
     if work.block_mass is not None and entries:
         grid = Grid(-(-sequences * kv_heads * entries // _WARPS_A_BLOCK))
-        device.launch(stream, "block_masses", {}, grid, block, 0, params)
-
-
-def plan_decode(device: Launcher, work: AttendWork, shape: Shape) -> _Decode | None:
-    """How attend_decode takes a call, None for those it cannot take."""
-    group = work.units.group
-    contiguous = contiguous_strides(work.queries.shape, 2)
-    wide = is_wide(work) and work.queries.address % 8 == 0 and shape.entries > 0
-    if (
-        device.compute_capability < (9, 0)
-        or shape.rows != 1
-        or group.head_dim not in (64, 128)
-        or group.value_dim != group.head_dim
-        or group.group_size > 8
-        or work.units.block_size != 16
-        or transform_of(group)
-        or not wide
-        or work.queries.strides[3] != 2
-        or any(s % 8 for s in work.queries.strides[:3])
-        or shape.pairs > MOST_COUNTERS
-        or max(shape.sequences, shape.leaves) > MOST_GRID
-        or (work.queries.strides != contiguous and work.queries.strides[2] % 8)
-    ):
-        return None
-    spans, pairs, multiprocessors = shape.spans, shape.pairs, device.sm_count
-    foldable = shape.leaves_a_span in (1, 2, 4, 8)
-    if 3 * spans * pairs <= multiprocessors and shape.leaves <= FEW_LEAVES:
-        # So few spans that leaves are shared out.
-        workers = 1 if shape.leaves * pairs <= multiprocessors else 2
-        return _Decode(8, workers, 16, False, False, -(-shape.leaves // workers), shape.leaves)
-    if foldable and spans <= MOST_MERGED_PARTS:
-        # Two stages let two blocks share a multiprocessor; more in flight is slower then.
-        workers = shape.leaves_a_span
-        stages = 4 if spans * pairs <= multiprocessors else 2
-        return _Decode(workers, workers, stages, False, True, spans, spans)
-    warps = min(8, 1 << (spans - 1).bit_length())
-    shares = min(-(-spans // warps), max(1, multiprocessors * (8 // warps) // pairs))
-    return _Decode(warps, warps, 2, True, False, shares, spans)
-
-
-def _launch_decode(
-    device: Launcher,
-    stream: Stream,
-    work: AttendWork,
-    shape: Shape,
-    plan: _Decode,
-    end: FinalizeWork | None,
-) -> None:
-    group, size = work.units.group, work.units.block_size
-    constants = dim_constants(group, size)
-    constants |= {
-        "WARPS": plan.warps,
-        "WORKERS": plan.workers,
-        "STAGES": plan.stages,
-        "WHOLE_SPANS": int(plan.whole_spans),
-        "FOLD_LEAVES": int(plan.fold_leaves),
-        "BLOCKS_A_SM": 1 if plan.whole_spans and plan.warps == 8 else 2,
-    }
-    ring = plan.workers * (plan.stages * size * group.head_dim * 2 + 64)
-    # decode_merge.cuh, merge
-    merge = 8 * group.group_size * (2 * shape.spans + 2 * plan.parts + 1)
-    if plan.parts > MOST_MERGED_PARTS:
-        merge = 0
-    params = attend_params(device, stream, work, shape, plan.parts, end)
-    grid = Grid(group.kv_heads, plan.shares, shape.sequences)
-    block = Grid(32 * plan.warps)
-    device.launch(stream, "attend_decode", constants, grid, block, max(ring, merge), params)
-    if plan.parts > MOST_MERGED_PARTS:
-        _launch_merge(device, stream, group, size, shape, params)
+        device.launch(stream, "block_masses", constants, grid, block, 0, params)
 
 
 def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
-    """Whether attend_wide takes the whole spans that a tile's rows all see."""
+    """Whether attend_wide takes a call, and attend_tile what it leaves."""
     group = work.units.group
     if (
         device.compute_capability != (9, 0)
+        or isinstance(work.units, PagePool)
         or shape.rows * group.group_size <= TILE_PAIRS
         or (group.head_dim, group.value_dim) != (128, 128)
         or (work.units.block_size, group.aux_bytes, group.window) != (16, 0, None)
@@ -242,15 +168,17 @@ def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
     if isinstance(work.lengths, Tensor):
         return bool((work.slots >= 0).all())
     last = int(work.lengths.max()) + work.added_tokens
-    spans = (last // 16 - work.first_block) // work.span_blocks
-    return spans > 0 and bool((work.slots >= 0).all())
+    return last > 16 * work.first_block and bool((work.slots >= 0).all())
 
 
-def _launch_wide(device: Launcher, stream: Stream, work: AttendWork, shape: Shape) -> None:
+def _launch_wide(
+    device: Launcher, stream: Stream, work: AttendWork, shape: Shape, end: FinalizeWork | None
+) -> None:
+    assert isinstance(work.units, UnitPool)
     group, pool = work.units.group, work.units.memory
     rows = pool.shape[0] * 32
     maps = tensor_map(pool.address, rows, 1) + tensor_map(pool.address, rows, 2)
-    params = attend_params(device, stream, work, shape, shape.spans, partial=False, wide=True)
+    params = attend_params(device, stream, work, shape, shape.spans, end, partial=False, wide=True)
     maps += params + bytes(-len(params) % 64)
     tiles = -(-shape.rows * group.group_size // WIDE_PAIRS)
     grid, block = Grid(tiles, shape.pairs), Grid(WIDE_THREADS)
@@ -259,7 +187,12 @@ def _launch_wide(device: Launcher, stream: Stream, work: AttendWork, shape: Shap
 
 
 def _launch_tiles(
-    device: Launcher, stream: Stream, work: AttendWork, shape: Shape, wide: bool
+    device: Launcher,
+    stream: Stream,
+    work: AttendWork,
+    shape: Shape,
+    wide: bool,
+    end: FinalizeWork | None,
 ) -> None:
     group, size = work.units.group, work.units.block_size
     key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
@@ -272,6 +205,7 @@ def _launch_tiles(
         "WIDE": int(is_wide(work)),
         "APART": int(is_apart),
         "TRANSFORM": transform_of(group),
+        **page_constants(work),
     }
     tiles = -(-shape.rows * group.group_size // TILE_PAIRS)
     blocks = tiles * shape.pairs
@@ -279,7 +213,16 @@ def _launch_tiles(
     if shape.rows_in_state * shape.spans * (group.value_dim + 2) * 4 > MOST_PARTIAL_BYTES:
         splits = 1
     splits = 1 if wide else max(1, splits)
-    params = attend_params(device, stream, work, shape, shape.spans, partial=splits > 1, wide=wide)
+    params = attend_params(
+        device,
+        stream,
+        work,
+        shape,
+        shape.spans,
+        end,
+        partial=splits > 1,
+        wide=wide,
+    )
     grid = Grid(tiles, shape.pairs, splits)
     shared = apart if is_apart else together
     device.launch(stream, "attend_tile", constants, grid, Grid(TILE_THREADS), shared, params)

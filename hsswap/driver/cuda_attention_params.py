@@ -13,16 +13,25 @@ import numpy as np
 
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
-from hsswap.driver.cuda_seam import Launcher
-from hsswap.driver.operations import I32, AttendWork, AttentionState, FinalizeWork
+from hsswap.driver.cuda_seam import Launcher, format_constants
+from hsswap.driver.operations import (
+    I32,
+    AttendWork,
+    AttentionState,
+    FinalizeWork,
+    PagePool,
+    UnitPool,
+)
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, DeviceError
 
 LEAF_TOKENS = 128
-COUNTER_BYTES = 1 << 16
-MOST_COUNTERS = COUNTER_BYTES // 4
+WIDE_PAIRS = 128
+RESERVED_BYTES = 1 << 16
+"""The first bytes of a stream's workspace are other operations' counters."""
+
 MOST_LENGTH = (1 << 31) - 1  # that travels with the parameters
-_ATTEND = struct.Struct("<15Q11q12i2f")
+_ATTEND = struct.Struct("<16Q11qQ6q12i2f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +78,21 @@ def attend_params(
 ) -> bytes:
     """Upload the index arrays and pack ``AttendParams`` of attention.cuh."""
     group = work.units.group
-    counters = part_sums = part_rows = 0
-    if partial and parts:
+    done = part_sums = part_rows = 0
+    if wide:
+        tiles = -(-shape.rows * group.group_size // WIDE_PAIRS)
+        done = device.workspace(stream, RESERVED_BYTES + 4 * shape.pairs * tiles) + RESERVED_BYTES
+    elif partial and parts:
         sums_bytes = -(-shape.rows_in_state * parts * 8 // 256) * 256
         rows_bytes = shape.rows_in_state * parts * group.value_dim * 4
-        counters = device.workspace(stream, COUNTER_BYTES + sums_bytes + rows_bytes)
-        part_sums = counters + COUNTER_BYTES
+        start = device.workspace(stream, RESERVED_BYTES + sums_bytes + rows_bytes)
+        part_sums = start + RESERVED_BYTES
         part_rows = part_sums + sums_bytes
     slots, positions, list_stride = _tables(device, stream, work, shape)
     lengths = _lengths(device, stream, work)
     return _ATTEND.pack(
         work.queries.address,
-        work.units.memory.address,
+        _first_unit(work.units),
         0 if work.blocks is None else work.blocks.memory.address,
         slots,
         positions,
@@ -91,14 +103,16 @@ def attend_params(
         address_of(work.block_lse),
         part_rows,
         part_sums,
-        counters,
+        done,
         0 if end is None else end.out.address,
         0 if end is None else address_of(end.lse),
+        0 if end is None else address_of(end.sinks),
         *element_strides(work.queries),
         *((0, 0, 0, 0) if end is None else element_strides(end.out)),
-        work.units.unit_bytes,
+        _unit_bytes(work.units),
         0 if work.blocks is None else work.blocks.block_bytes,
         list_stride,
+        *_pages(work.units),
         shape.sequences,
         shape.rows,
         shape.entries,
@@ -166,12 +180,18 @@ def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
         "GROUP": group.group_size,
         "KV_HEADS": group.kv_heads,
         "BLOCK": block_size,
+        **format_constants(group.dtype),
     }
 
 
 def span_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
     """The same, and what is done to logits."""
     return dim_constants(group, block_size) | {"TRANSFORM": transform_of(group)}
+
+
+def page_constants(work: AttendWork) -> dict[str, int | str]:
+    """What kernels that take an engine's pages are given for them."""
+    return {"PAGES": 1} if isinstance(work.units, PagePool) else {}
 
 
 def transform_of(group: LayerGroup) -> int:
@@ -181,8 +201,30 @@ def transform_of(group: LayerGroup) -> int:
     return 0 if group.logit_scale > 0 and math.isfinite(group.logit_scale) else 1
 
 
+def _first_unit(units: UnitPool | PagePool) -> int:
+    return units.keys.address if isinstance(units, PagePool) else units.memory.address
+
+
+def _unit_bytes(units: UnitPool | PagePool) -> int:
+    return 0 if isinstance(units, PagePool) else units.unit_bytes
+
+
+def _pages(units: UnitPool | PagePool) -> tuple[int, ...]:
+    """The address of an engine's values, and the strides of page, head and token of keys and of
+    values; all 0 for units.
+    """
+    if not isinstance(units, PagePool):
+        return (0,) * 7
+    strides = ((t.strides[0], t.strides[2], t.strides[1]) for t in (units.keys, units.values))
+    return (units.values.address, *(stride for three in strides for stride in three))
+
+
 def is_wide(work: AttendWork) -> bool:
-    """Whether every unit lies on 16 bytes."""
+    """Whether every unit, or every row of an engine's pages, lies on 16 bytes."""
+    if isinstance(work.units, PagePool):
+        keys, values = work.units.keys, work.units.values
+        numbers = (keys.address, values.address, *keys.strides[:3], *values.strides[:3])
+        return not any(x % 16 for x in numbers)
     pools = [work.units.memory.address, work.units.unit_bytes]
     if work.blocks is not None:
         pools.append(work.blocks.memory.address)
@@ -195,10 +237,10 @@ def address_of(tensor: Tensor | None) -> int:
 
 
 def element_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides in BF16 elements. Raises ArgumentError when they are not whole."""
+    """Strides in 16-bit elements. Raises ArgumentError when they are not whole."""
     halves = _half_of(tensor.strides)
     if halves is None:
-        raise ArgumentError(f"strides {tensor.strides} are not whole BF16 elements")
+        raise ArgumentError(f"strides {tensor.strides} are not whole 16-bit elements")
     return halves
 
 
@@ -235,7 +277,7 @@ def tensor_map(address: int, rows: int, halves: int) -> bytes:
     from cuda.bindings import driver
 
     status, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # any of 16 bits
         3,
         address,
         [driver.cuuint64_t(n) for n in (64, rows, 2)],

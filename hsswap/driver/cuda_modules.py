@@ -77,6 +77,9 @@ class Modules:
             module = checked(driver.cuModuleLoadData(ctypes.addressof(image)), what)
             self._modules[module_key] = module
         handle = checked(driver.cuModuleGetFunction(module, kernel.entry.encode()), what)
+        if "CLUSTER" in dict(key[1]):  # of more than 8 blocks, where the GPU has them
+            kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            driver.cuFuncSetAttribute(handle, kind, 1)
         # Else the driver may load it at its first launch, and wait for the GPU to do so.
         checked(driver.cuFuncLoad(handle), what)
         _, param_bytes = checked(driver.cuFuncGetParamInfo(handle, 0), what)
@@ -93,6 +96,7 @@ class Modules:
         shared_bytes: int,
         params: bytes,
         cluster: int,
+        follows: bool,
     ) -> None:
         """See ``Launcher.launch``; the stream's lock is held."""
         if not (grid.x and grid.y and grid.z):
@@ -109,7 +113,7 @@ class Modules:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_bytes
-        self._set_cluster(config, cluster)
+        self._set_attributes(config, cluster, follows)
         status = driver.cuLaunchKernelEx(
             config, function.handle, ctypes.addressof(state.param_list), 0
         )
@@ -125,19 +129,23 @@ class Modules:
         checked(status, f"{self._context.name}: {shared_bytes} bytes of shared memory for {key[0]}")
         function.shared_bytes = shared_bytes
 
-    def _set_cluster(self, config: Any, cluster: int) -> None:
+    def _set_attributes(self, config: Any, cluster: int, follows: bool) -> None:
+        driver, attributes = self._context.driver, []
         if cluster > 1:
-            driver = self._context.driver
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x = cluster
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        elif config.numAttrs:
-            config.attrs = []
-            config.numAttrs = 0
+            attributes.append(attribute)
+        if follows:
+            kinds, attribute = driver.CUlaunchAttributeID, driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if attributes or config.numAttrs:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
 
     def max_active_clusters(self, key: Key, block: Grid, shared_bytes: int, cluster: int) -> int:
         """See ``Launcher.max_active_clusters``."""
@@ -151,7 +159,7 @@ class Modules:
             config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = block
             config.sharedMemBytes = shared_bytes
-            self._set_cluster(config, cluster)
+            self._set_attributes(config, cluster, False)
             result = driver.cuOccupancyMaxActiveClusters(function.handle, config)
             known = int(checked(result, f"{self._context.name}: cuOccupancyMaxActiveClusters"))
             self._clusters[asked] = known

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from hsswap.driver.base import Stream
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
 from hsswap.driver.operations import (
     AppendAtWork,
     AppendWork,
@@ -223,7 +223,8 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     grid = Grid(min(pairs, CODE_BLOCKS_AN_SM * device.sm_count))
     shared_bytes = 2 * dim * (-(-rank // 4) * 4 + TILE_TOKENS)
     chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
-    device.launch(stream, "encode", chunk, grid, Grid(THREADS), shared_bytes, params)
+    kind = chunk | format_constants(blocks.group.dtype)
+    device.launch(stream, "encode", kind, grid, Grid(THREADS), shared_bytes, params)
 
 
 def copy_words(device: Launcher, stream: Stream, work: CopyWork) -> None:

@@ -29,6 +29,11 @@ class Grid(NamedTuple):
     z: int = 1
 
 
+def format_constants(dtype: str) -> dict[str, int | str]:
+    """The -D constants of kernels that take BF16, for a 16-bit format."""
+    return {"FP16": 1} if dtype == "f16" else {}
+
+
 class Launcher(Protocol):
     """The part of ``CudaDevice`` that launch code uses."""
 
@@ -51,13 +56,15 @@ class Launcher(Protocol):
         params: bytes,
         *,
         cluster: int = 1,
+        follows: bool = False,
     ) -> None:
         """Launch a kernel of the table on ``stream``.
 
         ``constants`` become -D options; each set of them is a module of its own, compiled at its
         first use (some 0.3 s; 1 ms from the cache on disk) and kept: call :meth:`prepare` earlier
         where that matters. A grid with no block is no launch. ``cluster``: thread blocks of a
-        cluster, in x. Raises DeviceError.
+        cluster, in x. ``follows``: the kernel may begin before the one ahead of it has ended, and
+        waits for it itself (griddepcontrol.wait, sm_90 and newer). Raises DeviceError.
         """
 
     def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:

@@ -16,7 +16,7 @@ from hsswap.driver.cuda_operations import (
     pool_numbers,
     row_items,
 )
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
 from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
@@ -67,7 +67,8 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         0,
     )
     block = Grid(THREADS)
-    device.launch(stream, "project", chunk, Grid(-(-rank // COLUMNS)), block, 0, params)
+    kind = chunk | format_constants(group.dtype)
+    device.launch(stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params)
     in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
     most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
     grid = Grid(min(most, -(-count // in_turn)), heads)

@@ -21,6 +21,7 @@ INT, UINT, FLOAT, BFLOAT = 0, 1, 2, 4
 
 KINDS = {
     "bf16": ((BFLOAT, 16), (UINT, 16), (INT, 16)),
+    "f16": ((FLOAT, 16),),
     "f32": ((FLOAT, 32),),
     "i32": ((INT, 32),),
     "i64": ((INT, 64),),

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap import bf16
 from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_finalize import finalize
 from hsswap.driver.host_held import HeldAttend, held_attend
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import units_of_blocks
 from hsswap.driver.host_rows import F32, I64, RowTiles
-from hsswap.driver.operations import AttendWork
+from hsswap.driver.operations import AttendWork, PagePool
+from hsswap.halves import widen
 
 # Elements of K and V widened at a time (4 MiB) and of logits (1 MiB). The second-level cache holds
 # 1 MiB a core and the third 32 MiB; half and double are within 5 %.
@@ -211,7 +211,7 @@ def _tile_queries(work: AttendWork, scratch: Scratch, rows: RowTiles) -> F32:
     shape = (rows.sequences, rows.heads, rows.tiles, rows.tile_rows, group.head_dim)
     tiled: F32 = scratch.array("queries", shape, np.float32)
     tiled[...] = 0
-    scaled = bf16.to_float32(work.queries.array())
+    scaled = widen(work.queries.array(), group.dtype)
     scaled *= np.float32(group.logit_scale)
     rows.spread(scaled, tiled[..., rows.worked_rows, :])
     return tiled
@@ -232,7 +232,7 @@ def _widen(
     for name, dim in (("keys", group.head_dim), ("values", group.value_dim)):
         last = first + units.block_size * dim
         wide = call.scratch.array(name, (*slots.shape, last - first), np.float32)
-        bf16.to_float32(taken[..., first:last], out=wide)
+        widen(taken[..., first:last], group.dtype, wide)
         parts.append(wide.reshape(*slots.shape[:3], -1, dim))
         first = last
     if not whole.all():
@@ -249,6 +249,8 @@ def _widen(
 
 def _take(work: AttendWork, slots: NDArray[np.int32], scratch: Scratch) -> NDArray[np.uint16]:
     """The units of some slots ``[..., unit]``; undefined where the slot is -1."""
+    if isinstance(work.units, PagePool):
+        return _take_pages(work.units, slots)
     memory = work.units.memory.array().view(np.uint16)
     taken: NDArray[np.uint16] = scratch.array("units", (*slots.shape, memory.shape[1]), np.uint16)
     in_place = slots < -1
@@ -273,6 +275,15 @@ def _take(work: AttendWork, slots: NDArray[np.int32], scratch: Scratch) -> NDArr
     host_slot, head = np.divmod(-2 - entries[at], work.units.group.kv_heads)
     flat[at] = units_of_blocks(work.blocks).view(np.uint16)[host_slot, head]
     return taken
+
+
+def _take_pages(pool: PagePool, slots: NDArray[np.int32]) -> NDArray[np.uint16]:
+    """The same out of an engine's pages: of the head of the second axis, K, then V."""
+    head = np.arange(slots.shape[1])[:, None, None]
+    # [pages, H, T, dim]; -1 is page 0, and not looked at.
+    both = [t.array().view(np.uint16).swapaxes(1, 2) for t in (pool.keys, pool.values)]
+    parts = [pages[np.maximum(slots, 0), head].reshape(*slots.shape, -1) for pages in both]
+    return np.concatenate(parts, axis=-1)
 
 
 def _fold(call: _Call, tile: slice, numbers: I64, keys: F32, values: F32) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap import bf16, codec
+from hsswap import codec
 from hsswap.bf16 import F32
 from hsswap.codec import PAGE_BLOCKS
 from hsswap.config import LayerGroup
@@ -19,6 +19,7 @@ from hsswap.driver.codes_operations import (
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_ops import block_views, unit_views
 from hsswap.driver.tensor import Tensor
+from hsswap.halves import widen
 
 ENCODE_TOKENS = 2048
 """Tokens encoded at a time: float32 keys of 128 dims are then 1 MiB, within the cache of a core."""
@@ -47,7 +48,8 @@ def encode(work: EncodeCodesWork, scratch: Scratch) -> None:
         rows = _rows_of(work.into, head)
         for first in range(0, len(page), step):
             part = slice(first, first + step)
-            packed = codec.encode(own, bf16.to_float32(keys[work.host_slots[part], head]))
+            wide = widen(keys[work.host_slots[part], head], work.blocks.group.dtype)
+            packed = codec.encode(own, wide)
             for number in np.unique(page[part]).tolist():
                 here = page[part] == number
                 rows[number][row[part][here]] = packed[here]
@@ -58,7 +60,7 @@ def score(work: ScoreCodesWork, scratch: Scratch) -> None:
     group = work.codes.group
     code_index = _listed(work.code_index)
     blocks = len(code_index)
-    queries = bf16.to_float32(work.queries.array())
+    queries = widen(work.queries.array(), group.dtype)
     memory = (work.memory.predicted.array(), work.memory.correction.array())
     if work.first:
         memory[1][...] = 0
@@ -140,7 +142,7 @@ def _exact_logits(work: ScoreCodesWork, queries: F32, mass: F32) -> F32:
 
 def _logits(group: LayerGroup, queries: F32, keys: NDArray[np.uint16]) -> F32:
     """Logits ``[n, G, T]`` of queries ``[G, dk]`` and keys ``[n, T, dk]``."""
-    logits: F32 = queries @ bf16.to_float32(keys).swapaxes(1, 2) * np.float32(group.logit_scale)
+    logits: F32 = queries @ widen(keys, group.dtype).swapaxes(1, 2) * np.float32(group.logit_scale)
     if group.soft_cap is not None:
         cap = np.float32(group.soft_cap)
         logits = np.tanh(logits / cap) * cap

@@ -7,27 +7,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap import bf16
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.operations import FinalizeWork
 from hsswap.driver.tensor import Tensor
+from hsswap.halves import narrow
 
 F32 = NDArray[np.float32]
 
 
 def finalize(work: FinalizeWork, scratch: Scratch) -> None:
-    """Divide by the sum and round to BF16; rows that saw nothing are 0."""
+    """Divide by the sum and round; rows that saw nothing are 0."""
+    maximum: F32 = work.state.maximum.array()
     total: F32 = work.state.total.array()
     weighted: NDArray[Any] = work.state.weighted.array()
+    if work.sinks is not None:
+        maximum, total, weighted = _with_sinks(maximum, total, weighted, work.sinks.array())
     out = np.where(total[..., None] == 0, np.float32(0), weighted / total[..., None])
-    work.out.array()[...] = bf16.from_float32(out)
+    work.out.array()[...] = narrow(out, work.out.dtype)
     if work.lse is None and work.block_mass is None:
         return
-    lse = work.state.maximum.array() + np.log(total)
+    lse = maximum + np.log(total)
     if work.lse is not None:
         work.lse.array()[...] = lse
     if work.block_mass is not None and work.block_lse is not None:
         _write_masses(work.block_lse, lse, work.block_mass)
+
+
+def _with_sinks(maximum: F32, total: F32, weighted: F32, sinks: F32) -> tuple[F32, F32, F32]:
+    """The state with a logit of each query head added to the softmax, without a value."""
+    highest = np.maximum(maximum, sinks)
+    base = np.where(highest == -np.inf, np.float32(0), highest)
+    factor = np.exp(maximum - base)
+    return highest, total * factor + np.exp(sinks - base), weighted * factor[..., None]
 
 
 def _write_masses(block_lse: Tensor, lse: F32, block_mass: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.operations import I32, I64, AttendWork, BlockPool, UnitPool
+from hsswap.driver.operations import I32, I64, AttendWork, BlockPool, PagePool, UnitPool
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
@@ -38,7 +38,7 @@ def held_attend(work: AttendWork) -> HeldAttend:
     return HeldAttend(lengths + work.added_tokens, slots, positions)
 
 
-def held_slots(table: Tensor, units: UnitPool, blocks: BlockPool | None) -> I32:
+def held_slots(table: Tensor, units: UnitPool | PagePool, blocks: BlockPool | None) -> I32:
     """A copy of a table of units, in device slots and, where there are ``blocks``, in host slots.
 
     Raises ArgumentError for an entry outside the pools.
@@ -46,7 +46,7 @@ def held_slots(table: Tensor, units: UnitPool, blocks: BlockPool | None) -> I32:
     lowest = -1
     if blocks is not None:
         lowest -= blocks.memory.shape[0] * units.group.kv_heads
-    return held_indices(table, lowest, units.memory.shape[0], "slots")
+    return held_indices(table, lowest, units.slot_count, "slots")
 
 
 def held_indices(table: Tensor, lowest: int, below: int, what: str) -> NDArray[Any]:

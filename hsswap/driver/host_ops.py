@@ -22,6 +22,7 @@ from hsswap.driver.operations import (
     UnitPool,
 )
 from hsswap.driver.tensor import Tensor
+from hsswap.halves import widen
 
 # Bytes copied at a time. NumPy copies scattered units through an array between source and
 # destination, which should stay in the second-level cache (1 to 2 MiB a core).
@@ -64,9 +65,14 @@ def block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]
     )
 
 
+def _sources(work: AppendWork | AppendAtWork) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Rows of K and V as 16-bit codes: units hold any format."""
+    return work.keys.array().view(np.uint16), work.values.array().view(np.uint16)
+
+
 def append(work: AppendWork, scratch: Scratch) -> None:
     """Copy rows of K and V into units of device slots and of host slots."""
-    sources = (work.keys.array(), work.values.array())
+    sources = _sources(work)
     token = work.first_offset + np.arange(work.keys.shape[0])
     block, place = np.divmod(token, work.units.block_size)
     slots = work.device_slots[block]  # [rows, H]
@@ -93,7 +99,7 @@ def append_at(work: AppendAtWork, scratch: Scratch) -> None:
     inside = (block >= 0) & (block < slots.shape[2])
     s, row = np.nonzero(inside)
     block, place = block[s, row], place[s, row]
-    sources = (work.keys.array(), work.values.array())
+    sources = _sources(work)
     unit = slots[s, :, block]  # [n, H]
     n, head = np.nonzero(unit >= 0)
     for units, source in zip(unit_views(work.units), sources, strict=True):
@@ -149,7 +155,7 @@ def encode(work: EncodeWork, scratch: Scratch) -> None:
     step = max(1, CODE_TOKENS // (tokens * heads))
     for first in range(0, len(work.host_slots), step):
         part = slice(first, first + step)
-        taken = bf16.to_float32(keys[work.host_slots[part]])
+        taken = widen(keys[work.host_slots[part]], work.blocks.group.dtype)
         # [n, H, T / tall, tall, dk] @ [dk, rank]: one shape, however many blocks
         product = np.empty((*taken.shape[:2], tokens // tall, tall, rank), np.float32)
         multiply(taken.reshape(*product.shape[:4], dim), matrix, product)
@@ -164,7 +170,7 @@ def score(work: ScoreWork, scratch: Scratch) -> None:
     _, heads, tokens, rank = codes.shape
     projected = np.empty((group.q_heads, rank), np.float32)
     matrix = bf16.to_float32(work.codes.matrix.array())
-    multiply(bf16.to_float32(work.queries.array()), matrix, projected)
+    multiply(widen(work.queries.array(), group.dtype), matrix, projected)
     projected *= np.float32(group.logit_scale)
     queries = projected.reshape(heads, group.group_size, rank)
     wanted = work.code_index

@@ -46,6 +46,33 @@ class UnitPool:
         """Bytes of one unit: the ``unit_bytes`` of ModelDims."""
         return unit_bytes_of(self.group, self.block_size)
 
+    @property
+    def slot_count(self) -> int:
+        """Slots of the pool."""
+        return self.memory.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PagePool:
+    """An engine's own pages of one layer, attended where they lie: ``keys`` ``[P, T, H, dk]`` and
+    ``values`` ``[P, T, H, dv]`` of the group's dtype, any strides but contiguous along the dims. A
+    slot is a page, for every head.
+    """
+
+    keys: Tensor
+    values: Tensor
+    group: LayerGroup
+
+    @property
+    def block_size(self) -> int:
+        """T, a power of two from 1 to 256."""
+        return self.keys.shape[1]
+
+    @property
+    def slot_count(self) -> int:
+        """Pages."""
+        return self.keys.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockPool:
@@ -81,11 +108,11 @@ def host_unit(host_slots: I32, heads: I32, kv_heads: int) -> I32:
 class AppendWork:
     """Rows of K and V into units.
 
-    ``keys`` ``[rows, H, dk]`` and ``values`` ``[rows, H, dv]``, BF16, any strides. Row i goes to
-    token ``first_offset + i`` of the B = ceil((first_offset + rows) / T) destination blocks.
-    ``device_slots`` ``[B, H]`` int32 and ``host_slots`` ``[B]`` int32 name each block's units in
-    ``units`` and its slot in ``blocks``; a block may have one, both or none. Other tokens of the
-    units keep what they held.
+    ``keys`` ``[rows, H, dk]`` and ``values`` ``[rows, H, dv]``, of the group's dtype, any strides.
+    Row i goes to token ``first_offset + i`` of the B = ceil((first_offset + rows) / T) destination
+    blocks. ``device_slots`` ``[B, H]`` int32 and ``host_slots`` ``[B]`` int32 name each block's
+    units in ``units`` and its slot in ``blocks``; a block may have one, both or none. Other tokens
+    of the units keep what they held.
     """
 
     keys: Tensor
@@ -101,12 +128,13 @@ class AppendWork:
 class AppendAtWork:
     """R rows of K and V of each of S sequences, at token positions that the device holds.
 
-    ``keys`` ``[S, R, H, dk]`` and ``values`` ``[S, R, H, dv]``, BF16, any strides. Row i of
-    sequence s goes to token ``positions[s] + i``; ``positions`` ``[S]`` i32 or i64. The token's
-    unit is entry ``token // T`` of ``slots`` ``[S, H, B]`` i32, a table as :class:`AttendWork`
-    takes: into ``units``, or in place into a host slot of ``blocks``. ``host_slots`` ``[S, B]``
-    i32, if not None: the host slot of each block, which gets the row as well. Rows outside the B
-    blocks, and entries of -1, are left out. ``slots`` and ``host_slots`` are contiguous along B.
+    ``keys`` ``[S, R, H, dk]`` and ``values`` ``[S, R, H, dv]``, of the group's dtype, any strides.
+    Row i of sequence s goes to token ``positions[s] + i``; ``positions`` ``[S]`` i32 or i64. The
+    token's unit is entry ``token // T`` of ``slots`` ``[S, H, B]`` i32, a table as
+    :class:`AttendWork` takes: into ``units``, or in place into a host slot of ``blocks``.
+    ``host_slots`` ``[S, B]`` i32, if not None: the host slot of each block, which gets the row as
+    well. Rows outside the B blocks, and entries of -1, are left out. ``slots`` and ``host_slots``
+    are contiguous along B.
     """
 
     keys: Tensor
@@ -157,12 +185,15 @@ class AttentionState:
 
 @dataclass(frozen=True, slots=True)
 class FinalizeWork:
-    """``out`` ``[S, R, Q, dv]`` BF16, any strides: weighted / total, or 0 where a row saw nothing.
+    """``out`` ``[S, R, Q, dv]`` BF16 or FP16, any strides: weighted / total, or 0 where a row saw
+    nothing.
 
     ``lse`` ``[S, R, Q]`` float32, if not None: log of the sum of exponentials of the logits.
     ``block_mass`` ``[S, H, B]`` float32, if not None: each block's share of the attention,
     exp(block_lse - lse), averaged over the rows and the head's query group; ``block_lse``
-    ``[S, R, Q, B]`` is what :class:`AttendWork` wrote.
+    ``[S, R, Q, B]`` is what :class:`AttendWork` wrote. ``sinks`` ``[Q]`` float32, if not None: a
+    logit of each query head that takes part in the softmax and has no value (learned sinks, arXiv
+    2309.17453, section 3.1); ``lse`` and ``block_mass`` are then with it.
     """
 
     state: AttentionState
@@ -170,19 +201,20 @@ class FinalizeWork:
     lse: Tensor | None = None
     block_lse: Tensor | None = None
     block_mass: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttendWork:
     """Attention of R query rows of S sequences over one tile.
 
-    ``queries`` ``[S, R, Q, dk]`` BF16. ``lengths`` ``[S]`` int64: tokens that the *last* row sees;
-    row r sees ``lengths - (R - 1 - r)``, none if that is not positive, and with a window only the
-    last ``window`` of them. ``slots`` ``[S, H, B]`` int32 into ``units``, or, where ``blocks`` is
-    given, into host slots read in place (:func:`host_unit`); ``positions`` ``[S, H, B]`` int32 is
-    each entry's logical block number, so entry b holds tokens ``position * T ...``; an entry with
-    slot -1 is skipped. None: entry b is block ``first_block + b``, and ``first_block`` must be the
-    first of a span.
+    ``queries`` ``[S, R, Q, dk]`` of the group's dtype. ``lengths`` ``[S]`` int64: tokens that the
+    *last* row sees; row r sees ``lengths - (R - 1 - r)``, none if that is not positive, and with a
+    window only the last ``window`` of them. ``slots`` ``[S, H, B]`` int32 into ``units``, or, where
+    ``blocks`` is given, into host slots read in place (:func:`host_unit`); ``positions`` ``[S, H,
+    B]`` int32 is each entry's logical block number, so entry b holds tokens ``position * T ...``;
+    an entry with slot -1 is skipped. None: entry b is block ``first_block + b``, and
+    ``first_block`` must be the first of a span.
 
     ``lengths`` (i32 or i64), ``slots`` and ``positions`` may be held by the device; the two tables
     are then contiguous along B, equally far from head to head, and sequences are H heads apart.
@@ -203,7 +235,7 @@ class AttendWork:
 
     queries: Tensor
     lengths: I64 | Tensor
-    units: UnitPool
+    units: UnitPool | PagePool
     slots: I32 | Tensor
     first_block: int
     positions: I32 | Tensor | None
@@ -244,9 +276,9 @@ class EncodeWork:
 class ScoreWork:
     """Scores of B full blocks of one sequence: ``scores`` ``[H, B]`` float32.
 
-    ``queries`` ``[Q, dk]`` BF16; ``code_index`` ``[B]`` int32, which the device may hold: there an
-    entry of -1 is no block, and scores -inf. Projection: the maximum over the block's tokens and
-    the head's query group of projected q.k, times the logit scale.
+    ``queries`` ``[Q, dk]`` of the group's dtype; ``code_index`` ``[B]`` int32, which the device may
+    hold: there an entry of -1 is no block, and scores -inf. Projection: the maximum over the
+    block's tokens and the head's query group of projected q.k, times the logit scale.
     """
 
     codes: ProjectionCodes

@@ -30,7 +30,7 @@ from hsswap.driver.sampling_operations import RejectWork, SampleWork, Sampling
 from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError
 
-ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u32": 4}
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u32": 4}
 
 NGRAM_LONGEST = 8
 """Tokens that an n-gram may have: a kernel compares them from registers."""

@@ -17,6 +17,7 @@ from hsswap.errors import ArgumentError
 # BF16 has no NumPy dtype; it travels as its 16-bit codes (hsswap.bf16).
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(np.uint16),
+    "f16": np.dtype(np.float16),
     "f32": np.dtype(np.float32),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
@@ -37,7 +38,7 @@ class Memory(Protocol):
 class Tensor:
     """``shape`` elements of ``dtype`` from ``address`` on, ``strides`` bytes apart.
 
-    ``dtype`` is one of bf16, f32, i32, i64, u8, u32. ``owner`` keeps the memory alive.
+    ``dtype`` is one of bf16, f16, f32, i32, i64, u8, u32. ``owner`` keeps the memory alive.
     ``on_device`` is false for memory that the CPU may touch.
     """
 

@@ -7,7 +7,7 @@
 // Shared   Q [64][DK_PAD + 8], K [128][DK_PAD + 8], V [128][DV_PAD + 8] bf16 (K and V one behind the other in one
 //          place if APART is 0), then u64 source[2][128], int position[2][128]; 16 bytes of padding a row make
 //          ldmatrix free of bank conflicts
-// Constants  HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK; WIDE 1: units lie on 16 bytes; APART; TRANSFORM 0: logits
+// Constants  HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK; PAGES 1: an engine's pages; WIDE 1: rows lie on 16 bytes; APART; TRANSFORM 0: logits
 //          are s * scale, 1: scaled before the maximum is taken (scale <= 0), 2: soft cap
 //
 // With gridDim.z > 1 every span's part goes to `partial`, and merge_spans (finalize.cu) folds them; else they are
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool has_bad_values(const Shared& sh, const Tile& til
     for (int d = 0; d < VALUE_DIM; d++) {
       u16 x;
       asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(sh.v + threadIdx.x * V_ROW + d * 2) : "memory");
-      bad |= (x & 0x7f80) == 0x7f80;
+      bad |= (x & EXPONENT) == EXPONENT;
     }
   }
   return __syncthreads_or(bad);
@@ -97,13 +97,13 @@ __device__ __forceinline__ void add_values(float (&o)[DV_PAD / 8][4], const u32 
   }
 }
 
-__device__ __forceinline__ void load_keys(const Shared& sh, const Tile& tile, int leaf) {
-  load_rows<HEAD_DIM, DK_PAD>(sh.k, sh, leaf, 0, tile.all);
+__device__ __forceinline__ void load_keys(const AttendParams& p, const Shared& sh, const Tile& tile, int leaf) {
+  load_rows<HEAD_DIM, DK_PAD, false>(p, sh.k, sh, leaf, tile.all);
   commit();
 }
 
-__device__ __forceinline__ void load_values(const Shared& sh, int leaf, Sight see) {
-  load_rows<VALUE_DIM, DV_PAD>(sh.v, sh, leaf, BLOCK * HEAD_DIM * 2, see);
+__device__ __forceinline__ void load_values(const AttendParams& p, const Shared& sh, int leaf, Sight see) {
+  load_rows<VALUE_DIM, DV_PAD, true>(p, sh.v, sh, leaf, see);
   commit();
 }
 
@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
 
   const int leaves_a_span = p.span_blocks * BLOCK / LEAF;
   const int leaves = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF);
-  const int done = wide_spans_of(p, length, pair0);  // never with splits
+  // Never with splits.
+  const int done = p.wide ? p.done[blockIdx.y * ((p.rows * GROUP + WIDE_PAIRS - 1) / WIDE_PAIRS) + pair0 / WIDE_PAIRS] : 0;
   const int first_span = max(done, (int)((i64)p.parts * blockIdx.z / gridDim.z));
   const int last_span = (int)((i64)p.parts * (blockIdx.z + 1) / gridDim.z);
   int first = first_span * leaves_a_span, last = min(leaves, last_span * leaves_a_span);
@@ -145,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
 
   if (first >= last) {
     if (done == 0) write_nothing(p, tile, pair0, first_span, last_span);
+    if (done == 0 && p.out) write_outputs(p, tile, pair0);
     return;
   }
   if (gridDim.z > 1) {  // spans before and behind what is seen
@@ -162,14 +164,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   bool fresh = p.begin && done == 0;
   load_queries(p, sh, tile, pair0, sequence, head);
   int flags = plan_leaf(p, sh, tile, first, list);
-  if (APART) load_keys(sh, tile, first);
+  if (APART) load_keys(p, sh, tile, first);
   for (int leaf = first; leaf < last; leaf++) {
     const int now = flags;
     if (APART) {
-      load_values(sh, leaf, tile.all);
+      load_values(p, sh, leaf, tile.all);
       wait_copies<1>();
     } else {
-      load_keys(sh, tile, leaf);
+      load_keys(p, sh, tile, leaf);
       wait_copies<0>();
     }
     __syncthreads();
@@ -177,10 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
     u32 weights[LEAF / 16][4];
     if (now & SOME_SEEN) logits(s, sh, warp, lane);
     __syncthreads();
-    if (!APART) load_values(sh, leaf, tile.all);
+    if (!APART) load_values(p, sh, leaf, tile.all);
     if (leaf + 1 < last) {
       flags = plan_leaf(p, sh, tile, leaf + 1, list);
-      if (APART) load_keys(sh, tile, leaf + 1);
+      if (APART) load_keys(p, sh, tile, leaf + 1);
     } else if (APART) {
       commit();
     }
@@ -207,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
         bool take[2] = {full[0], full[1]};
         if (bad) {
           __syncthreads();
-          load_values(sh, leaf, sight_of(p, length, row));
+          load_values(p, sh, leaf, sight_of(p, length, row));
           wait_copies<0>();
           __syncthreads();
 #pragma unroll
@@ -222,4 +224,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
       fresh = false;
     }
   }
+  if (p.out) write_outputs(p, tile, pair0);
 }

@@ -3,7 +3,7 @@
 // The tree of a row's result (reference for its meaning: hsswap/driver/host_attention.py). Entries of a
 // call are cut into leaves of 128 tokens and spans of span_blocks entries, both at fixed logical places:
 //
-//     leaf    R = max(s) c rounded down, P = 2^(s c - R), l = sum of P in one order, o = bf16(P) V from zero
+//     leaf    R = max(s) c rounded down, P = 2^(s c - R), l = sum of P in one order, o = rounded(P) V from zero
 //     span    left fold of its leaves, from nothing          c = logit scale times log2(e), s = q.k
 //     state   left fold of the spans, carried between calls
 //
@@ -39,14 +39,18 @@ struct AttendParams {
   float* block_lse;         // [S, R, Q, B], or null
   float* partial;           // [S, R, Q, parts, dv]
   float2* partial_sums;     // [S, R, Q, parts]: R, l
-  u32* counters;            // zero between launches
+  int* done;                // [S * H][tiles of 128 pairs]: spans that attend_wide has folded, where `wide` is 1
   u16* out;                 // [S, R, Q, dv] in elements, or null: output of the last tile, fused
   float* lse;               // [S, R, Q], or null
+  const float* sinks;       // [Q], or null: logits that join the softmax of a head, natural, at `out`
   i64 query_stride[4];
   i64 out_stride[4];
   i64 unit_bytes;
   i64 block_bytes;
   i64 list_stride;
+  const u8* values;         // of an engine's pages, whose keys `units` has: PAGES 1
+  i64 key_stride[3];        // bytes from page to page, from head to head, from token to token
+  i64 value_stride[3];
   int sequences, rows, entries, first_block, span_blocks, begin, window, parts, wide;
   int length_bytes, length_stride, length_more;
   float scale, soft_cap;
@@ -82,29 +86,28 @@ __device__ __forceinline__ float fold(float old, float part, Weights w) {
 
 __device__ __forceinline__ float leaf_reference(float top, float factor) { return __fmul_rd(top, factor); }
 
-__device__ __forceinline__ float weight_of(float s, float factor, float reference) {
-  return exp2_of(__fmaf_rn(s, factor, -reference));
-}
+#if FP16
+#define ITEM "f16"
+#define EXPONENT 0x7c00
+#else
+#define ITEM "bf16"
+#define EXPONENT 0x7f80
+#endif
 
-__device__ __forceinline__ float cut_weight_of(float s, float factor, float reference) {
-  const float x = __fmaf_rn(s, factor, -reference);
-  return exp2_of(x > 0.f ? 0.f : x);
-}
-
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+__device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  asm("cvt.rn." ITEM "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
 
-__device__ __forceinline__ u16 bf16_of(float x) { return (u16)(pack_bf16(x, 0.f) & 0xffff); }
+__device__ __forceinline__ u16 half_of(float x) { return (u16)(pack(x, 0.f) & 0xffff); }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]
 __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32." ITEM "." ITEM ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -132,6 +135,16 @@ __device__ __forceinline__ const u8* unit_of(const AttendParams& p, int slot) {
   if (slot == -1) return nullptr;
   const int away = -2 - slot;
   return p.blocks + (i64)(away / KV_HEADS) * p.block_bytes + (i64)(away % KV_HEADS) * p.unit_bytes;
+}
+
+#ifndef PAGES
+#define PAGES 0
+#endif
+
+// Keys or values of a page.
+__device__ __forceinline__ const u8* page_of(const AttendParams& p, bool values, int page, int head) {
+  const i64* stride = values ? p.value_stride : p.key_stride;
+  return (values ? p.values : p.units) + page * stride[0] + head * stride[1];
 }
 
 // The first token of an entry, NOWHERE for those that no length reaches.
@@ -170,21 +183,31 @@ __device__ __forceinline__ Sight sight_of(const AttendParams& p, i64 length, int
   return {(int)start, (int)end};
 }
 
-#define WIDE_PAIRS 128
-
-// Spans from the first on that attend_wide takes for a tile of 128 (row, query head) pairs: whole ones, which every row
-// of the tile sees. attend_tile begins behind them.
-__device__ __forceinline__ int wide_spans_of(const AttendParams& p, i64 length, int pair) {
-  if (!p.wide) return 0;
-  const i64 seen = sight_of(p, length, pair / WIDE_PAIRS * WIDE_PAIRS / GROUP).end - (i64)p.first_block * BLOCK;
-  return (int)min((i64)(p.entries / p.span_blocks), max(0ll, seen / (p.span_blocks * BLOCK)));
+// Tokens of a call's entries that a row sees, if it sees from the first on.
+__device__ __forceinline__ int seen_of(const AttendParams& p, i64 length, int row) {
+  const i64 seen = sight_of(p, length, row).end - (i64)p.first_block * BLOCK;
+  return (int)min((i64)p.entries * BLOCK, max(0ll, seen));
 }
+
+#define WIDE_PAIRS 128
 
 #endif
 
 // Output of one element, as finalize writes it.
 __device__ __forceinline__ u16 output_of(float weighted, float total) {
-  return total == 0.f ? (u16)0 : bf16_of(__fdiv_rn(weighted, total));
+  return total == 0.f ? (u16)0 : half_of(__fdiv_rn(weighted, total));
 }
 
 __device__ __forceinline__ float lse_of(float reference, float total) { return (reference + log2f(total)) * LN_2; }
+
+// A row's reference and sum with the sink of its head, and what its weighted sum is multiplied with.
+struct End {
+  float reference, total, factor;
+};
+
+__device__ __forceinline__ End end_of(float reference, float total, const float* sinks, int q) {
+  if (!sinks) return {reference, total, 1.f};
+  const float sink = sinks[q] * LOG2_E, top = fmaxf(reference, sink), base = top == NOTHING ? 0.f : top;
+  const float factor = exp2_of(reference - base);
+  return {top, __fmaf_rn(total, factor, exp2_of(sink - base)), factor};
+}

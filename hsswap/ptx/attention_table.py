@@ -6,21 +6,22 @@ from hsswap.ptx.kernel import Constants, Kernel
 
 _LLAMA: Constants = {"HEAD_DIM": 128, "VALUE_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "BLOCK": 16}
 _SMOL: Constants = {"HEAD_DIM": 64, "VALUE_DIM": 64, "GROUP": 3, "KV_HEADS": 3, "BLOCK": 16}
+_HALF: Constants = {**_LLAMA, "FP16": 1}
 _ODD: Constants = {"HEAD_DIM": 24, "VALUE_DIM": 40, "GROUP": 5, "KV_HEADS": 2, "BLOCK": 1}
 _WIDE: Constants = {"HEAD_DIM": 256, "VALUE_DIM": 256, "GROUP": 17, "KV_HEADS": 1, "BLOCK": 256}
 
 
 def _decode(
-    dims: Constants, warps: int, stages: int, spans: int, fold: int, blocks: int
+    dims: Constants, cluster: int, warps: int, leaf_warps: int, stages: int, *, spans: int = 0
 ) -> Constants:
     return {
         **dims,
+        "CLUSTER": cluster,
         "WARPS": warps,
-        "WORKERS": min(warps, 2 if stages == 16 else 8),
+        "LEAF_WARPS": leaf_warps,
         "STAGES": stages,
         "WHOLE_SPANS": spans,
-        "FOLD_LEAVES": fold,
-        "BLOCKS_A_SM": blocks,
+        "BLOCKS_A_SM": 2 if stages == 2 else 1,
     }
 
 
@@ -34,20 +35,35 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
         "attend_decode",
         no_spills=True,
         examples=(
-            _decode(_LLAMA, 8, 4, 1, 0, 1),
-            _decode(_LLAMA, 4, 4, 1, 0, 2),
-            _decode(_LLAMA, 8, 2, 0, 1, 2),
-            _decode(_LLAMA, 8, 16, 0, 0, 1),
-            _decode(_SMOL, 8, 4, 1, 0, 1),
-            _decode(_SMOL, 8, 2, 0, 1, 2),
+            _decode(_LLAMA, 0, 8, 1, 2),
+            _decode(_LLAMA, 0, 8, 1, 4),
+            _decode(_LLAMA, 0, 8, 2, 8),
+            _decode(_LLAMA, 1, 4, 1, 2, spans=1),
+            _decode(_LLAMA, 8, 16, 8, 8),
+            _decode(_HALF, 8, 16, 4, 8),
+            _decode(_SMOL, 16, 16, 4, 8),
+            _decode(_SMOL, 0, 8, 1, 4),
         ),
     ),
+    "merge_decode": Kernel("merge_decode.cu", "merge_decode", True, (_LLAMA, _SMOL)),
+    "merge_leaves": Kernel("merge_decode.cu", "merge_leaves", True, (_LLAMA, _SMOL)),
     "attend_tile": Kernel(
         "attend_tile.cu",
         "attend_tile",
-        examples=(_tile(_LLAMA, 1, 1, 0), _tile(_ODD, 0, 1, 1), _tile(_WIDE, 1, 0, 2)),
+        examples=(
+            _tile(_LLAMA, 1, 1, 0),
+            _tile(_ODD, 0, 1, 1),
+            _tile(_WIDE, 1, 0, 2),
+            _tile(_HALF, 1, 1, 0),
+            {**_tile(_LLAMA, 1, 1, 0), "PAGES": 1},
+        ),
     ),
-    "attend_wide": Kernel("attend_wide.cu", "attend_wide", True, ({**_LLAMA, "TRANSFORM": 0},)),
+    "attend_wide": Kernel(
+        "attend_wide.cu",
+        "attend_wide",
+        True,
+        ({**_LLAMA, "TRANSFORM": 0}, {**_HALF, "TRANSFORM": 0}),
+    ),
     "merge_spans": Kernel("finalize.cu", "merge_spans", True, ({**_LLAMA, "TRANSFORM": 0},)),
     "block_logsumexp": Kernel(
         "finalize.cu", "block_logsumexp", True, ({**_LLAMA, "TRANSFORM": 2},)

@@ -18,6 +18,20 @@ __device__ __forceinline__ float bf16_to_float(u16 code) {
     return __uint_as_float(static_cast<u32>(code) << 16);
 }
 
+// An item of K, V or queries: FP16 if that is 1, else BF16.
+#ifndef FP16
+#define FP16 0
+#endif
+__device__ __forceinline__ float half_to_float(u16 code) {
+#if FP16
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(code));
+    return wide;
+#else
+    return bf16_to_float(code);
+#endif
+}
+
 // To nearest, ties to even; NaN stays NaN. As hsswap.bf16.from_float32.
 __device__ __forceinline__ u16 float_to_bf16(float value) {
     u32 bits = __float_as_uint(value);

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float sums[COLUMNS] = {};
 #pragma unroll 8
                 for (int d = 0; d < p.dim; d++) {
-                    float value = bf16_to_float(key[d]);
+                    float value = half_to_float(key[d]);
                     uint2 pairs = *reinterpret_cast<const uint2*>(matrix + d * padded + column);
                     sums[0] = fmaf(value, bf16_low(pairs.x), sums[0]);
                     sums[1] = fmaf(value, bf16_high(pairs.x), sums[1]);

@@ -61,16 +61,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_logsumexp(const _
   for (i64 row = blockIdx.y; row < (i64)p.sequences * p.rows * Q_HEADS; row += gridDim.y) {
     const int q = (int)(row % Q_HEADS), r = (int)(row / Q_HEADS % p.rows), s = (int)(row / Q_HEADS / p.rows);
     const i64 list = ((i64)s * KV_HEADS + q / GROUP) * p.list_stride;
+#if PAGES
+    const int page = p.slots[list + entry];
+    const u8* unit = page < 0 ? nullptr : page_of(p, false, page, q / GROUP);
+    const i64 apart = p.key_stride[2];
+#else
     const u8* unit = unit_of(p, p.slots[list + entry]);
+    constexpr i64 apart = HEAD_DIM * 2;
+#endif
     const Sight see = sight_of(p, length_of(p, s), r);
     const int first = unit ? first_token_of(p, list, entry) : NOWHERE - BLOCK;
     const u16* query = p.queries + s * p.query_stride[0] + r * p.query_stride[1] + q * p.query_stride[2];
     float top = NOTHING, sum = 0.f;
     for (int t = lane; t < BLOCK; t += 32) {
       if (!is_in(first + t, see)) continue;
-      const u16* key = (const u16*)unit + t * HEAD_DIM;
+      const u16* key = (const u16*)(unit + t * apart);
       float x = 0.f;
-      for (int d = 0; d < HEAD_DIM; d++) x = __fmaf_rn(bf16_to_float(query[d * p.query_stride[3]]), bf16_to_float(key[d]), x);
+      for (int d = 0; d < HEAD_DIM; d++) x = __fmaf_rn(half_to_float(query[d * p.query_stride[3]]), half_to_float(key[d]), x);
       x *= p.scale;
 #if TRANSFORM == 2
       x = p.soft_cap * tanhf(x / p.soft_cap);
@@ -95,6 +102,7 @@ struct FinalizeParams {
   float* lse;               // [S, R, Q], or null
   const float* block_lse;   // [S, R, Q, B]
   float* block_mass;        // [S, H, B]
+  const float* sinks;       // [Q], or null
   i64 out_stride[4];
   int sequences, rows, q_heads, value_dim, kv_heads, entries;
 };
@@ -105,11 +113,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) finalize(const __grid_c
   const int lane = threadIdx.x & 31;
   if (row >= (i64)p.sequences * p.rows * p.q_heads) return;
   const int q = (int)(row % p.q_heads), r = (int)(row / p.q_heads % p.rows), s = (int)(row / p.q_heads / p.rows);
-  const float total = p.total[row];
+  const End end = end_of(p.maximum[row], p.total[row], p.sinks, q);
   u16* out = p.out + s * p.out_stride[0] + r * p.out_stride[1] + q * p.out_stride[2];
   for (int d = lane; d < p.value_dim; d += 32)
-    out[d * p.out_stride[3]] = output_of(p.weighted[row * p.value_dim + d], total);
-  if (p.lse && lane == 0) p.lse[row] = lse_of(p.maximum[row], total);
+    out[d * p.out_stride[3]] = output_of(p.weighted[row * p.value_dim + d] * end.factor, end.total);
+  if (p.lse && lane == 0) p.lse[row] = lse_of(end.reference, end.total);
 }
 
 // Each block's share of the attention: exp(block_lse - lse), averaged over rows and group. A warp for each
@@ -122,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_masses(const __gr
   float sum = 0.f;
   for (int i = lane; i < p.rows * group; i += 32) {
     const i64 row = ((i64)s * p.rows + i / group) * p.q_heads + h * group + i % group;
-    const float lse = lse_of(p.maximum[row], p.total[row]);
+    const End end = end_of(p.maximum[row], p.total[row], p.sinks, h * group + i % group);
+    const float lse = lse_of(end.reference, end.total);
     sum += expf(p.block_lse[row * p.entries + block] - (lse == NOTHING ? 0.f : lse));
   }
   sum = warp_sum(sum);

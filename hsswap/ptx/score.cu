@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float sum = 0;
 #pragma unroll 16
         for (int d = 0; d < p.dim; d++) {
-            sum = fmaf(bf16_to_float(rows[row][d]), slice[d][column], sum);
+            sum = fmaf(half_to_float(rows[row][d]), slice[d][column], sum);
         }
         if (row < count && first + column < p.rank) {
             p.projected[(base + row) * p.rank + first + column] = sum * p.scale;

@@ -35,6 +35,20 @@ __device__ __noinline__ void write_nothing(const AttendParams& p, const Tile& ti
   }
 }
 
+// The end of the attention for a tile whose state is in memory.
+__device__ __noinline__ void write_outputs(const AttendParams& p, const Tile& tile, int pair0) {
+  const int sequence = blockIdx.y / KV_HEADS, head = blockIdx.y % KV_HEADS;
+  __syncthreads();
+  for (int i = threadIdx.x; i < tile.pairs * VALUE_DIM; i += THREADS) {
+    const int pair = pair0 + i / VALUE_DIM, d = i % VALUE_DIM, q = head * GROUP + pair % GROUP;
+    const i64 at = state_row(p, pair);
+    const End end = end_of(p.maximum[at], p.total[at], p.sinks, q);
+    u16* out = p.out + sequence * p.out_stride[0] + pair / GROUP * p.out_stride[1] + q * p.out_stride[2];
+    out[d * p.out_stride[3]] = output_of(p.weighted[at * VALUE_DIM + d] * end.factor, end.total);
+    if (p.lse && d == 0) p.lse[at] = lse_of(end.reference, end.total);
+  }
+}
+
 // A span is done: into the state, or to the parts. Leaves the rows empty.
 __device__ __forceinline__ void flush(const AttendParams& p, const Tile& tile, Rows& rows, float (&o)[DV_PAD / 8][4],
                                       int pair0, int span, bool fresh) {

@@ -3,7 +3,7 @@
 
 struct Shared {
   u32 q, k, v;     // addresses in shared memory
-  u64* source;     // [2][LEAF]: a token's unit
+  u64* source;     // [2][LEAF]: a token's unit, or page
   int* position;   // [2][LEAF]: NOWHERE where no row of the tile sees the token
   const u8* any;   // an address that may be read
 };
@@ -37,8 +37,8 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 // Rows of K or V of a leaf; zero for tokens outside `see` and in the padding of the dim.
-template <int DIM, int PAD>
-__device__ __forceinline__ void load_rows(u32 to, const Shared& sh, int leaf, int first_byte, Sight see) {
+template <int DIM, int PAD, bool VALUES>
+__device__ __forceinline__ void load_rows(const AttendParams& p, u32 to, const Shared& sh, int leaf, Sight see) {
   constexpr int CHUNKS = PAD / 8;
   const u64* source = sh.source + (leaf & 1) * LEAF;
   const int* position = sh.position + (leaf & 1) * LEAF;
@@ -46,7 +46,15 @@ __device__ __forceinline__ void load_rows(u32 to, const Shared& sh, int leaf, in
   for (int i = threadIdx.x; i < LEAF * CHUNKS; i += THREADS) {
     const int token = i / CHUNKS, chunk = i % CHUNKS, inside = first_inside + token % BLOCK;
     const bool valid = is_in(position[token], see) && chunk * 8 < DIM;
-    const u8* from = valid ? (const u8*)source[token] + first_byte + inside * DIM * 2 + chunk * 16 : sh.any;
+#if PAGES
+    const u8* from = sh.any;
+    if (valid)
+      from = page_of(p, VALUES, (int)source[token], blockIdx.y % KV_HEADS) +
+             inside * (VALUES ? p.value_stride : p.key_stride)[2] + chunk * 16;
+#else
+    const int at = (VALUES ? BLOCK * HEAD_DIM * 2 : 0) + inside * DIM * 2 + chunk * 16;
+    const u8* from = valid ? (const u8*)source[token] + at : sh.any;
+#endif
     copy16(to + token * (PAD + 8) * 2 + chunk * 16, from, valid);
   }
 }
@@ -61,9 +69,16 @@ __device__ __forceinline__ int plan_leaf(const AttendParams& p, const Shared& sh
   const int entry = (int)(token / BLOCK);
   int position = NOWHERE;
   if (entry < p.entries) {
-    const u8* unit = unit_of(p, p.slots[list + entry]);
-    if (unit) position = first_token_of(p, list, entry) + (int)(token % BLOCK);
+    const int slot = p.slots[list + entry];
+#if PAGES
+    const bool there = slot >= 0;
+    sh.source[at] = slot;
+#else
+    const u8* unit = unit_of(p, slot);
+    const bool there = unit;
     sh.source[at] = (u64)unit;
+#endif
+    if (there) position = first_token_of(p, list, entry) + (int)(token % BLOCK);
   }
   const bool some = is_in(position, tile.all), every = is_in(position, tile.every);
   sh.position[at] = some ? position : NOWHERE;

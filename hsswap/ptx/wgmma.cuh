@@ -14,15 +14,22 @@ struct __align__(64) TensorMap {
   "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
   "%58,%59,%60,%61,%62,%63}"
 
-// An operand in shared memory of 128-byte rows, swizzled: bytes to the next 64 elements across, to the next 8 rows.
-__device__ __forceinline__ u64 operand(u32 at, u32 across, u32 down) {
-  return (u64)((at & 0x3ffff) >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32 | 1ull << 62;
+// An operand in shared memory of 128-byte rows, swizzled: bytes to the next 64 elements across, to the next 8 rows. The
+// low word is `place_of` and a number of bytes, by one addition: a longer way to each step's operand takes longer than
+// the step.
+__device__ __forceinline__ u32 place_of(u32 at, u32 across) { return (at & 0x3ffff) >> 4 | across >> 4 << 16; }
+
+__device__ __forceinline__ u64 operand(u32 place, u32 bytes, u32 down) {
+  return (u64)(place + (bytes >> 4)) | (u64)(down >> 4 | 1u << 30) << 32;
 }
+
+// The same in every lane, which the compiler should know.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 #define S4(x, n) "=f"(x[n][0]), "=f"(x[n][1]), "=f"(x[n][2]), "=f"(x[n][3])
 #define S16(x, n) S4(x, n), S4(x, n + 1), S4(x, n + 2), S4(x, n + 3)
 #define S64(x) S16(x, 0), S16(x, 4), S16(x, 8), S16(x, 12)
-#define STEP "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " NAMES_64
+#define STEP "wgmma.mma_async.sync.aligned.m64n128k16.f32." ITEM "." ITEM " " NAMES_64
 
 // c[64 x 128] += a b, both in shared memory, K along the rows' bytes.
 __device__ __forceinline__ void step_shared(float (&c)[16][4], u64 a, u64 b) {

@@ -22,9 +22,16 @@ FACTOR = 1.5
 FLOOR = 2.0**-9
 """Half a unit in the last place of BF16, relative."""
 
+FLOOR_F16 = 2.0**-12
+"""The same of FP16."""
+
 
 def decode(codes: U16) -> F64:
-    """BF16 codes as float64: sign, exponent of 8 bits biased by 127, 7 bits of fraction."""
+    """BF16 codes as float64: sign, exponent of 8 bits biased by 127, 7 bits of fraction. Float16
+    is taken as it is.
+    """
+    if codes.dtype == np.float16:
+        return codes.astype(np.float64)
     numbers = codes.astype(np.int64)
     exponent, fraction = (numbers >> 7) & 0xFF, numbers & 0x7F
     normal = np.ldexp(1 + fraction / 128, exponent - 127)
@@ -40,6 +47,11 @@ def round_to_bf16(values: NDArray[np.floating]) -> F64:
     fraction, exponent = np.frexp(values.astype(np.float64))
     rounded: F64 = np.ldexp(np.rint(fraction * 256), exponent - 8)  # 8 bits with the leading one
     return rounded
+
+
+def round_to_f16(values: NDArray[np.floating]) -> F64:
+    """The nearest FP16 numbers."""
+    return values.astype(np.float16).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,11 @@ class Reference:
     usual: F64
     lse: F64
     logits: F64
+    floor: float = FLOOR
 
     def tolerance(self) -> float:
         """The largest relative L2 error that promise 1 allows."""
-        return FACTOR * max(relative_error(self.usual, self.exact), FLOOR)
+        return FACTOR * max(relative_error(self.usual, self.exact), self.floor)
 
 
 def relative_error(got: F64, wanted: F64) -> float:
@@ -81,6 +94,7 @@ def attend(queries: U16, keys: U16, values: U16, length: int, heads: Heads) -> R
     ``keys`` ``[tokens, H, dk]`` and ``values`` ``[tokens, H, dv]``.
     """
     q, k, v = decode(queries), decode(keys), decode(values)
+    is_half = queries.dtype == np.float16
     rows, query_heads, _ = q.shape
     exact = np.zeros((rows, query_heads, v.shape[2]))
     usual = np.zeros_like(exact)
@@ -103,18 +117,19 @@ def attend(queries: U16, keys: U16, values: U16, length: int, heads: Heads) -> R
             total = weight.sum(1, keepdims=True)
             lse[r, group] = (top + np.log(total))[:, 0]
             exact[r, group] = np.einsum("gt,td->gd", weight, seen_v) / total
-            usual[r, group] = _usual(q[r, group], seen_k, seen_v, heads)
-    return Reference(exact, usual, lse, logits)
+            usual[r, group] = _usual(q[r, group], seen_k, seen_v, heads, is_half)
+    return Reference(exact, usual, lse, logits, FLOOR_F16 if is_half else FLOOR)
 
 
-def _usual(q: F64, k: F64, v: F64, heads: Heads) -> F64:
-    """The usual BF16 kernel: logits and softmax in float32, P in BF16, PV in float32, BF16 out."""
+def _usual(q: F64, k: F64, v: F64, heads: Heads, is_half: bool) -> F64:
+    """The usual kernel: logits and softmax in float32, P rounded, PV in float32, output rounded."""
+    rounded_of = round_to_f16 if is_half else round_to_bf16
     raw = np.einsum("gd,td->gt", q.astype(np.float32), k.astype(np.float32))
     raw *= np.float32(heads.scale)
     if heads.soft_cap is not None:
         cap = np.float32(heads.soft_cap)
         raw = cap * np.tanh(raw / cap)
     weight = np.exp(raw - raw.max(1, keepdims=True))
-    rounded = round_to_bf16(weight).astype(np.float32)
+    rounded = rounded_of(weight).astype(np.float32)
     product = np.einsum("gt,td->gd", rounded, v.astype(np.float32))
-    return round_to_bf16(product / weight.sum(1, keepdims=True))
+    return rounded_of(product / weight.sum(1, keepdims=True))

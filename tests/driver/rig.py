@@ -25,9 +25,11 @@ from hsswap.driver.tensor import Tensor, tensor_in
 
 U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 NAN_CODE = 0x7FC1
 DTYPE_NAMES = {
     "uint16": "bf16",
+    "float16": "f16",
     "float32": "f32",
     "int32": "i32",
     "int64": "i64",
@@ -36,9 +38,13 @@ DTYPE_NAMES = {
 }
 
 
-def random_codes(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> U16:
-    """BF16 codes of normal numbers, by cutting the lower half of their float32 bits off."""
+def random_codes(
+    rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0, dtype: str = "bf16"
+) -> NDArray[Any]:
+    """Normal numbers: BF16 codes, by cutting the lower half of float32 bits off, or float16."""
     values = (rng.standard_normal(shape) * scale).astype(np.float32)
+    if dtype == "f16":
+        return values.astype(np.float16)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -123,8 +129,8 @@ class Rig(Closeable):
         """Sequences of ``tokens`` tokens in units in random slots."""
         most = max(tokens, default=0)
         heads, count = group.kv_heads, len(tokens)
-        keys = random_codes(rng, (count, most, heads, group.head_dim), key_scale)
-        values = random_codes(rng, (count, most, heads, group.value_dim))
+        keys = random_codes(rng, (count, most, heads, group.head_dim), key_scale, group.dtype)
+        values = random_codes(rng, (count, most, heads, group.value_dim), 1.0, group.dtype)
         blocks = -(-most // block_size)
         pool_slots = count * heads * blocks + 3
         order = rng.permutation(pool_slots).astype(np.int32)
@@ -140,7 +146,7 @@ class Rig(Closeable):
                     slots[s, h, b] = slot = next(taken)
                     rows = slice(b * block_size, min(length, (b + 1) * block_size))
                     for start, source in ((0, keys), (cut, values)):
-                        flat = source[s, rows, h].ravel()
+                        flat = source[s, rows, h].ravel().view(np.uint16)
                         content[slot, start : start + len(flat)] = flat
         memory = self.tensor(content.view(np.uint8))
         return Cache(keys, values, UnitPool(memory, group, block_size), slots)
@@ -156,8 +162,12 @@ class Rig(Closeable):
         slots: I32 | None = None,
         positions: I32 | None = None,
         block_lse: bool = False,
+        sinks: F32 | None = None,
+        fused: bool = False,
     ) -> Attended:
-        """Attend in tiles of ``tile_spans`` spans (None: in one), and finalize."""
+        """Attend in tiles of ``tile_spans`` spans (None: in one), and finalize; ``fused``: with the
+        last tile, which leaves the state undefined.
+        """
         group = cache.units.group
         slots = cache.slots if slots is None else slots
         shape = queries.shape[:3]
@@ -172,6 +182,10 @@ class Rig(Closeable):
         step = -(-step // span) * span
         asked = self.tensor(queries)
         pieces: list[Tensor] = []
+        out = self.tensor(np.full((*shape, value_dim), NAN_CODE, np.uint16).view(queries.dtype))
+        total_lse = self.tensor(poison[..., 0])
+        given = None if sinks is None else self.tensor(sinks)
+        end = FinalizeWork(state, out, total_lse, sinks=given)
         for first in range(0, max(1, blocks), step):
             part = np.ascontiguousarray(slots[:, :, first : first + step])
             lse = None
@@ -194,11 +208,11 @@ class Rig(Closeable):
                     state,
                     first == 0,
                     lse,
+                    end=end if fused and first + step >= blocks else None,
                 ),
             )
-        out = self.tensor(np.full((*shape, value_dim), NAN_CODE, np.uint16))
-        total_lse = self.tensor(poison[..., 0])
-        self.device.finalize(self.stream, FinalizeWork(state, out, total_lse))
+        if not fused:
+            self.device.finalize(self.stream, end)
         self.stream.synchronize()
         joined = None
         if block_lse:

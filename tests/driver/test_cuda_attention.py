@@ -151,3 +151,48 @@ def test_a_ragged_prefill_of_two_sequences(rig: Rig) -> None:
                 span_blocks=SPAN_BLOCKS,
             )
             assert alone.out[0, 0].tobytes() == together.out[s, row].tobytes()
+
+
+@pytest.mark.parametrize(("length", "back"), [(2500, 5), (1030, 9), (1024, 1), (300, 299)])
+def test_infinite_values_reach_only_rows_that_see_them(rig: Rig, length: int, back: int) -> None:
+    """0 times infinity is NaN: attend_wide leaves such leaves to attend_tile."""
+    group = LayerGroup(1, 8, 2, 128)
+    cache, queries = make(rig, group, [length], 300)
+    token = length - back
+    units = cache.units.memory.array().view(np.uint16)
+    for head in range(2):
+        units[cache.slots[0, head, token // 16], (16 + token % 16) * 128 + 3] = 0x7F80
+    together = rig.attend(cache, queries, [length], span_blocks=SPAN_BLOCKS)
+    first = token - (length - 300)  # the first row that sees it
+    assert np.isfinite(oracle.decode(together.out[0, :first])).all()
+    for row in {0, max(0, first - 1), first, 150, 299}:
+        end = length - 299 + row
+        alone = rig.attend(cache, queries[:, row : row + 1], [end], span_blocks=SPAN_BLOCKS)
+        assert alone.out[0, 0].tobytes() == together.out[0, row].tobytes()
+
+
+@pytest.mark.parametrize(("length", "rows"), [(100, 100), (40, 40), (1023, 200), (1025, 64)])
+def test_short_prompts_equal_decode(rig: Rig, length: int, rows: int) -> None:
+    group = GROUPS["llama"]
+    cache, queries = make(rig, group, [length], rows)
+    together = rig.attend(cache, queries, [length], span_blocks=SPAN_BLOCKS)
+    for row in {0, rows // 3, rows - 2, rows - 1}:
+        end = length - rows + 1 + row
+        alone = rig.attend(cache, queries[:, row : row + 1], [end], span_blocks=SPAN_BLOCKS)
+        assert alone.out[0, 0].tobytes() == together.out[0, row].tobytes()
+        assert alone.weighted[0, 0].tobytes() == together.weighted[0, row].tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_the_end_in_the_same_launch_changes_no_bit(rig: Rig, rows: int) -> None:
+    """Whichever kernel writes the output."""
+    group = GROUPS["llama"]
+    for length in (100, 1500, 9000, 30000):
+        cache, queries = make(rig, group, [length], rows)
+        sinks = np.linspace(-3, 3, 32).astype(np.float32)
+        wanted = rig.attend(cache, queries, [length], span_blocks=SPAN_BLOCKS, sinks=sinks)
+        fused = rig.attend(
+            cache, queries, [length], span_blocks=SPAN_BLOCKS, sinks=sinks, fused=True
+        )
+        assert fused.out.tobytes() == wanted.out.tobytes()
+        assert fused.lse.tobytes() == wanted.lse.tobytes()

@@ -1,0 +1,202 @@
+"""How attend_decode shares a call of one query row a sequence out.
+
+Every plan computes the same bits (hsswap/ptx/attention.cuh), so a plan may depend on everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hsswap.driver.base import Stream
+from hsswap.driver.cuda_attention_params import (
+    Shape,
+    attend_params,
+    dim_constants,
+    is_wide,
+    transform_of,
+)
+from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool
+from hsswap.driver.tensor import contiguous_strides
+
+CLUSTERS = (16, 8, 4, 2, 1)
+PORTABLE_CLUSTER = 8
+"""Thread blocks of a cluster; not every GPU has larger ones."""
+
+FEW_SPANS = 16
+"""Spans of a list up to which, with a multiprocessor a list, a block folds them itself."""
+
+MOST_WARPS = 16
+UNITS_A_LEAF = 8
+MERGE_DIMS, MERGE_THREADS = 32, 128
+MOST_GRID = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The constants of attention.cu."""
+
+    cluster: int
+    warps: int
+    leaf_warps: int
+    stages: int
+    whole_spans: bool = False
+    blocks_a_sm: int = 1
+
+    @property
+    def leaf_parts(self) -> bool:
+        """Whether the parts that are folded in the end are leaves, not spans."""
+        return self.leaf_warps > 1 or (self.cluster > 0 and not self.whole_spans)
+
+    @property
+    def together(self) -> int:
+        """Leaves of a thread block at a time."""
+        return self.warps // self.leaf_warps
+
+    def parts(self, shape: Shape) -> int:
+        """Parts of a (sequence, KV head) that are folded in the end."""
+        return shape.leaves if self.leaf_parts else shape.spans
+
+    def shares(self, shape: Shape) -> int:
+        """Thread blocks, or clusters of them, of a (sequence, KV head)."""
+        if self.cluster:
+            return 1
+        return -(-shape.leaves // self.together) if self.leaf_parts else shape.spans
+
+    def shared_bytes(self, shape: Shape, head_dim: int, group_size: int) -> int:
+        """Shared memory of a thread block: attention.cu says what lies there."""
+        rings = self.together * self.stages * 32 * head_dim
+        if self.leaf_warps > 1:
+            rings += self.together * (UNITS_A_LEAF * 512 + self.leaf_warps * 32)
+        if not self.cluster:
+            return rings + 64 * self.warps
+        owned = group_size * head_dim // self.cluster
+        folds = shape.spans * (group_size * 8 + owned * 4) if self.leaf_parts else 0
+        arrived = self.parts(shape) * (owned * 4 + group_size * 8)
+        return max(rings, folds) + arrived
+
+    def constants(self) -> dict[str, int | str]:
+        """As -D options."""
+        return {
+            "CLUSTER": self.cluster,
+            "WARPS": self.warps,
+            "LEAF_WARPS": self.leaf_warps,
+            "STAGES": self.stages,
+            "WHOLE_SPANS": int(self.whole_spans),
+            "BLOCKS_A_SM": self.blocks_a_sm,
+        }
+
+
+def plan_decode(device: Launcher, work: AttendWork, shape: Shape) -> Decode | None:
+    """How attend_decode takes a call, None for those it cannot take."""
+    if not _can_take(device, work, shape):
+        return None
+    if shape.pairs >= device.sm_count and shape.spans <= FEW_SPANS:
+        return Decode(1, min(4, _power(shape.spans)), 1, 2, True, 2)
+    for size in CLUSTERS:
+        # Half of the multiprocessors are enough, and all clusters run at once.
+        if shape.pairs * size <= device.sm_count // (2 if size > 2 else 1):
+            plan = _clustered(size, shape)
+            if plan is not None and _fits(device, work, shape, plan):
+                return plan
+    if shape.leaves_a_span > MOST_WARPS:
+        return None
+    # Two stages let two blocks share a multiprocessor; more in flight is slower then.
+    stages = 4 if shape.spans * shape.pairs <= device.sm_count else 2
+    blocks_a_sm = 2 if stages == 2 and shape.leaves_a_span <= 8 else 1
+    return Decode(0, shape.leaves_a_span, 1, stages, False, blocks_a_sm)
+
+
+def _can_take(device: Launcher, work: AttendWork, shape: Shape) -> bool:
+    group = work.units.group
+    contiguous = contiguous_strides(work.queries.shape, 2)
+    return not (
+        device.compute_capability < (9, 0)
+        or isinstance(work.units, PagePool)
+        or shape.rows != 1
+        or group.head_dim not in (64, 128)
+        or group.value_dim != group.head_dim
+        or group.group_size > 8
+        or work.units.block_size != 16
+        or transform_of(group)
+        or not (is_wide(work) and work.queries.address % 8 == 0 and shape.entries > 0)
+        or work.queries.strides[3] != 2
+        or any(s % 8 for s in work.queries.strides[:3])
+        or max(shape.sequences, shape.spans) > MOST_GRID
+        or (work.queries.strides != contiguous and work.queries.strides[2] % 8)
+    )
+
+
+def _clustered(size: int, shape: Shape) -> Decode | None:
+    """With clusters of so many blocks at most; None where a warp would have several leaves."""
+    size = min(size, _power(shape.leaves))
+    together = _power(-(-shape.leaves // size))
+    if together > UNITS_A_LEAF:
+        return None
+    if together == UNITS_A_LEAF:
+        return Decode(size, UNITS_A_LEAF, 1, 4)
+    warps = min(MOST_WARPS, UNITS_A_LEAF * together)
+    return Decode(size, warps, warps // together, 8)
+
+
+def _fits(device: Launcher, work: AttendWork, shape: Shape, plan: Decode) -> bool:
+    """Whether a plan has the shared memory, and the device such clusters."""
+    shared = _shared(work, shape, plan)
+    if shared > device.shared_bytes_limit or plan.cluster <= PORTABLE_CLUSTER:
+        return shared <= device.shared_bytes_limit
+    constants, block = _constants(work, plan), Grid(32 * plan.warps)
+    active = device.max_active_clusters("attend_decode", constants, block, shared, plan.cluster)
+    return shape.pairs <= active
+
+
+def _power(count: int) -> int:
+    """The power of two at or above."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _constants(work: AttendWork, plan: Decode) -> dict[str, int | str]:
+    return dim_constants(work.units.group, work.units.block_size) | plan.constants()
+
+
+def _shared(work: AttendWork, shape: Shape, plan: Decode) -> int:
+    return plan.shared_bytes(shape, work.units.group.head_dim, work.units.group.group_size)
+
+
+def launch_decode(
+    device: Launcher,
+    stream: Stream,
+    work: AttendWork,
+    shape: Shape,
+    plan: Decode,
+    end: FinalizeWork | None,
+) -> None:
+    """Launch attend_decode, and what folds its parts if they are in memory."""
+    group = work.units.group
+    params = attend_params(
+        device, stream, work, shape, plan.parts(shape), end, partial=not plan.cluster
+    )
+    grid = Grid(max(1, plan.cluster) * group.kv_heads, plan.shares(shape), shape.sequences)
+    shared = _shared(work, shape, plan)
+    device.launch(
+        stream,
+        "attend_decode",
+        _constants(work, plan),
+        grid,
+        Grid(32 * plan.warps),
+        shared,
+        params,
+        cluster=max(1, plan.cluster),
+    )
+    if not plan.cluster:
+        slices = group.head_dim // MERGE_DIMS
+        device.launch(
+            stream,
+            "merge_leaves" if plan.leaf_parts else "merge_decode",
+            dim_constants(group, work.units.block_size),
+            Grid(shape.rows_in_state * slices),
+            Grid(MERGE_THREADS),
+            0,
+            params,
+            cluster=slices,
+            follows=True,
+        )

@@ -1,0 +1,142 @@
+"""Attention over an engine's own pages, where they lie: the same bits as over units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsswap.config import LayerGroup
+from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork, PagePool
+from hsswap.driver.tensor import Tensor
+from hsswap.errors import ArgumentError
+from tests.driver.rig import NAN_CODE, Cache, Rig, random_codes
+
+GROUPS = [
+    LayerGroup(1, 6, 2, 16),
+    LayerGroup(1, 9, 3, 24, 40, soft_cap=5.0),
+    LayerGroup(1, 8, 2, 128, window=200),
+    LayerGroup(1, 4, 4, 64, dtype="f16"),
+]
+# Axes of [pages, tokens, heads, dim] in the order they lie in memory.
+LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3), "heads first": (2, 0, 1, 3)}
+
+
+def pages_of(rig: Rig, cache: Cache, layout: tuple[int, ...], seed: int = 1) -> tuple[Any, Any]:
+    """Pages in random order that hold what the cache's units hold, and slots ``[S, H, B]``."""
+    group, size = cache.units.group, cache.units.block_size
+    sequences, heads, blocks = cache.slots.shape
+    count = sequences * blocks + 2
+    order = np.random.default_rng(seed).permutation(count).astype(np.int32)
+    slots = np.full(cache.slots.shape, -1, np.int32)
+    units = cache.units.memory.array().view(np.uint16)
+    parts: list[Tensor] = []
+    cut = size * group.head_dim
+    for start, dim in ((0, group.head_dim), (cut, group.value_dim)):
+        content = np.full((count, size, heads, dim), NAN_CODE, np.uint16)
+        for s in range(sequences):
+            for b in range(blocks):
+                if (cache.slots[s, :, b] < 0).all():
+                    continue
+                page = order[s * blocks + b]
+                slots[s, :, b] = page
+                for h in range(heads):
+                    unit = units[cache.slots[s, h, b], start : start + size * dim]
+                    content[page, :, h] = unit.reshape(size, dim)
+        turned = rig.tensor(np.ascontiguousarray(content.transpose(layout)).view(cache.keys.dtype))
+        shape = tuple(content.shape)
+        strides = [0, 0, 0, 0]
+        for axis, stride in zip(layout, turned.strides, strict=True):
+            strides[axis] = stride
+        parts.append(
+            Tensor(turned.address, shape, tuple(strides), group.dtype, False, turned.owner)
+        )
+    return PagePool(parts[0], parts[1], group), slots
+
+
+def attend(
+    rig: Rig, pool: Any, slots: np.ndarray, queries: np.ndarray, lengths: list[int]
+) -> tuple[bytes, ...]:
+    group = pool.group
+    shape = queries.shape[:3]
+    poison = np.full((*shape, group.value_dim), np.nan, np.float32)
+    state = AttentionState(
+        rig.tensor(poison[..., 0]), rig.tensor(poison[..., 0]), rig.tensor(poison)
+    )
+    lse = rig.tensor(np.full((*shape, slots.shape[2]), np.nan, np.float32))
+    span = 256 // pool.block_size
+    rig.device.attend(
+        rig.stream,
+        AttendWork(
+            rig.tensor(queries),
+            np.array(lengths, np.int64),
+            pool,
+            slots,
+            0,
+            None,
+            span,
+            state,
+            True,
+            lse,
+        ),
+    )
+    out = rig.tensor(np.full((*shape, group.value_dim), NAN_CODE, np.uint16).view(queries.dtype))
+    rig.device.finalize(rig.stream, FinalizeWork(state, out))
+    rig.stream.synchronize()
+    tensors = (out, state.maximum, state.total, state.weighted, lse)
+    return tuple(t.array().tobytes() for t in tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("size", "rows"), [(16, 1), (16, 5), (4, 2), (256, 3)])
+def test_pages_give_the_same_bits_as_units(
+    rig: Rig, group: LayerGroup, layout: str, size: int, rows: int
+) -> None:
+    rng = np.random.default_rng(2)
+    lengths = [700, 33]
+    cache = rig.cache(rng, group, size, lengths)
+    queries = random_codes(rng, (2, rows, group.q_heads, group.head_dim), 1.0, group.dtype)
+    pool, slots = pages_of(rig, cache, LAYOUTS[layout])
+    wanted = attend(rig, cache.units, cache.slots, queries, lengths)
+    assert attend(rig, pool, slots, queries, lengths) == wanted
+
+
+def test_heads_may_take_pages_of_their_own(rig: Rig) -> None:
+    """A table names a page for each head."""
+    group = GROUPS[0]
+    rng = np.random.default_rng(3)
+    cache = rig.cache(rng, group, 16, [100])
+    queries = random_codes(rng, (1, 1, group.q_heads, group.head_dim))
+    pool, slots = pages_of(rig, cache, LAYOUTS["NHD"])
+    swapped = slots.copy()
+    swapped[0, 1, [0, 1]] = slots[0, 1, [1, 0]]  # softmax over the same tokens
+    first = attend(rig, pool, slots, queries, [100])
+    second = attend(rig, pool, swapped, queries, [100])
+    half = len(first[0]) // 2
+    assert first[0][:half] == second[0][:half]
+    assert first[4] != second[4]
+
+
+def test_pages_that_cannot_be_read_are_refused(rig: Rig) -> None:
+    group = GROUPS[0]
+    rng = np.random.default_rng(4)
+    cache = rig.cache(rng, group, 16, [40])
+    queries = random_codes(rng, (1, 1, group.q_heads, group.head_dim))
+    pool, slots = pages_of(rig, cache, LAYOUTS["NHD"])
+    three = Tensor(
+        pool.keys.address, (1, 3, 2, 16), (192, 64, 32, 2), "bf16", False, pool.keys.owner
+    )
+    apart = Tensor(
+        pool.keys.address, pool.keys.shape, (*pool.keys.strides[:3], 4), "bf16", False, None
+    )
+    bad: list[tuple[PagePool, np.ndarray, str]] = [
+        (pool, slots + 1000, "slots holds"),
+        (PagePool(pool.keys, pool.keys.rows(0, 1), group), slots, "units.values"),
+        (PagePool(three, three, group), slots, "pages have 3 tokens"),
+        (PagePool(apart, pool.values, group), slots, "contiguous along the dims"),
+    ]
+    for wrong, table, message in bad:
+        with pytest.raises(ArgumentError, match=message):
+            attend(rig, wrong, table, queries, [40])
