@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hsswap import HighSpeedSwap, SwapConfig, TopK
@@ -132,6 +133,59 @@ async def test_exact_answers_are_within_promise_1(name: str, tmp_path: Path) -> 
                         )
                         answer = oracle.decode(out.array()[row : row + 1])
                         assert oracle.relative_error(answer, right.exact) <= right.tolerance()
+        await asyncio.to_thread(desk.close)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+async def test_blocks_by_id_and_batches_answer_as_sequences(name: str, tmp_path: Path) -> None:
+    """The same rows in sequences, in one batch, and as lists of ids."""
+    sizes = (530, 16, 700, 1, 1100)
+    config = replace(tight_on(name), directory=tmp_path / "store")
+    async with watched(config, device=device_named(name)) as swap:
+        desk = Desk(swap.device, CASE)
+        for layer in range(DIMS.layers):
+            keys, values, queries = desk.keys[layer], desk.values[layer], desk.queries[layer]
+            sequences = [swap.sequence() for _ in sizes]
+            for sequence, size in zip(sequences, sizes, strict=True):
+                await sequence.append(layer, keys.rows(0, size), values.rows(0, size))
+            alone = []
+            for sequence, size in zip(sequences, sizes, strict=True):
+                out = desk.out(layer, 3)
+                asked = queries.rows(size - min(3, size), size)
+                answer = out.rows(0, asked.shape[0])
+                await (await sequence.attend(layer, asked, answer)).done()
+                alone.append(out.array()[asked.shape[0] - 1].copy())
+            out = desk.out(layer, len(sizes))
+            rows = np.stack([CASE.queries[layer][size - 1] for size in sizes])
+            results = await swap.attend_batch(layer, sequences, rows, out)
+            for result in results:
+                await result.done()
+            assert (out.array() == np.stack(alone)).all()
+            for sequence in sequences:
+                await sequence.close()
+            ids = [await swap.alloc_disk_block_id() for _ in range(34)]
+            for number, block in enumerate(ids):
+                part = slice(16 * number, 16 * number + 16)
+                await swap.offload_block(
+                    layer=layer,
+                    block=block,
+                    k_block_dev=keys.rows(part.start, part.stop),
+                    v_block_host=CASE.values[layer][part],
+                    valid_tokens=16 if number < 33 else 2,
+                )
+            one = desk.out(layer, 1)
+            result = await swap.attend_layer_on_stream_with_q_pos(
+                stream=None,
+                layer=layer,
+                seq_block_ids=ids,
+                q_dev=queries.rows(529, 530),
+                output_dev=one,
+                last_block_valid_slots=2,
+            )
+            await result.done()
+            assert (one.array()[0] == alone[0]).all()
+            for block in ids:
+                await swap.dec_disk_ref(block=block)
         await asyncio.to_thread(desk.close)
 
 
