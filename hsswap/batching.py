@@ -109,6 +109,8 @@ def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
     try:
         with swap.scratch(count * state_bytes(pool.group, rows), stream) as buffer:
             state = state_in(buffer, pool.group, rows, sequences=count)
+            lse = None if first.lse is None else _stacked(first.lse, count)
+            out = _stacked(first.out, count)
             work = AttendWork(
                 queries=_stacked(first.queries, count),
                 lengths=np.array([ready.query.cache.length for ready in batch], np.int64),
@@ -120,10 +122,9 @@ def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
                 state=state,
                 begin=True,
                 blocks=pool.blocks,
+                end=FinalizeWork(state, out, lse, sinks=first.sinks),
             )
             swap.device.attend(stream, work)
-            lse = None if first.lse is None else _stacked(first.lse, count)
-            swap.device.finalize(stream, FinalizeWork(state, _stacked(first.out, count), lse))
             event = stream.record()
             released = True
             for ready in batch:
@@ -181,9 +182,17 @@ class Packed:
     out: Tensor
     out_object: object
     lse: Tensor | None
+    sinks: object | None
 
     @classmethod
-    def of(cls, pool: GroupPool, queries: object, out: object, lse_out: object | None) -> Packed:
+    def of(
+        cls,
+        pool: GroupPool,
+        queries: object,
+        out: object,
+        lse_out: object | None,
+        sinks: object | None,
+    ) -> Packed:
         """Checked. Raises ArgumentError."""
         group, total = pool.group, leading(queries, "queries")
         taken = tensor_of(queries, "bf16", (total, group.q_heads, group.head_dim), "queries")
@@ -195,7 +204,7 @@ class Packed:
             pool.check_reachable(lse, "lse_out")
         pool.check_reachable(taken, "queries")
         pool.check_reachable(taken_out, "out")
-        return cls(taken, taken_out, out, lse)
+        return cls(taken, taken_out, out, lse, sinks)
 
     def part(self, start: int, stop: int) -> Given:
         """The rows of one sequence."""
@@ -203,7 +212,7 @@ class Packed:
         if isinstance(self.out_object, np.ndarray):
             out = self.out_object[start:stop]
         lse = None if self.lse is None else self.lse.rows(start, stop)
-        return Given(self.queries.rows(start, stop), out, lse)
+        return Given(self.queries.rows(start, stop), out, lse, self.sinks)
 
 
 class BatchCalls(SeedCalls):
@@ -219,6 +228,7 @@ class BatchCalls(SeedCalls):
         rows: ArrayLike | None = None,
         exact: bool | None = None,
         lse_out: object | None = None,
+        sinks: object | None = None,
         stream: object | None = None,
     ) -> list[AttendResult]:
         """:meth:`hsswap.Sequence.attend` of one layer for many sequences; returns when enqueued.
@@ -228,14 +238,14 @@ class BatchCalls(SeedCalls):
         last of its tokens: one to decode, a few to verify, a chunk of a prompt. Neighbours with
         equally many rows whose blocks are all in memory are one launch; for the others blocks come
         from disk side by side. ``lse_out`` ``[total, q_heads]`` float32, if given, receives the
-        logsumexp of each row's logits.
+        logsumexp of each row's logits. ``sinks`` as there, the same for all.
 
         Raises ArgumentError for wrong arrays or rows, and for a sequence that is given twice, busy
         or another swap's: nothing was enqueued then. Otherwise like :meth:`~hsswap.Sequence.attend`
         for the first that failed; the others' outputs are written.
         """
         pool = self.pool_of(checked_layer(layer, self.config.dims.layers))
-        packed = Packed.of(pool, queries, out, lse_out)
+        packed = Packed.of(pool, queries, out, lse_out, sinks)
         counts = row_counts(rows, len(sequences), packed.queries.shape[0])
         raw_stream = self.stream_of(stream)
         with ExitStack() as guards:

@@ -23,6 +23,11 @@ class SeedUse(SwapState):
         """State of these blocks; made when the first of the calls comes."""
         return NamedBlocks.of(self.config.dims, self.config.capacity_blocks)
 
+    @property
+    def _has_named(self) -> bool:
+        """Whether one of the calls came: what they need takes 6 bytes a layer and id."""
+        return "named" in self.__dict__
+
     async def alloc_disk_block_id(self) -> int:
         """A new id, valid in every layer, with one reference. Raises OutOfBlocks."""
         self.check_open()
@@ -77,6 +82,8 @@ class SeedUse(SwapState):
 
     def _write_parked(self) -> None:
         """Let blocks that are not full go to disk as they are. On the loop."""
+        if not self._has_named:
+            return
         with self.lock:
             for key in list(self.named.parked):
                 batch = self._unpark(key)
@@ -135,7 +142,8 @@ class SeedUse(SwapState):
 
     async def _quiet(self) -> None:
         await super()._quiet()
-        await self.named.unused()
+        if self._has_named:
+            await self.named.unused()
 
     def _no_call(self) -> bool:
-        return super()._no_call() and not self.named.calls
+        return super()._no_call() and not (self._has_named and self.named.calls)

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -237,6 +237,28 @@ class BlockingSwap:
         """A sequence that holds a stored prefix. See :meth:`hsswap.HighSpeedSwap.open_prefix`."""
         opened = self._loop.run(self._swap.open_prefix(tokens, top_k=top_k))
         return BlockingSequence(opened, self._loop)
+
+    def attend_batch(
+        self,
+        layer: int,
+        sequences: Iterable[BlockingSequence],
+        queries: object,
+        out: object,
+        *,
+        rows: ArrayLike | None = None,
+        exact: bool | None = None,
+        lse_out: object | None = None,
+        sinks: object | None = None,
+        stream: object | None = None,
+    ) -> list[AttendResult]:
+        """Many sequences of a layer in one call. See :meth:`hsswap.HighSpeedSwap.attend_batch`."""
+        asked = [each._sequence for each in sequences]
+        return self._loop.run(
+            self._swap.attend_batch(
+                layer, asked, queries, out, rows=rows, exact=exact, lse_out=lse_out, sinks=sinks,
+                stream=stream,
+            )
+        )  # fmt: skip
 
     def flush(self) -> None:
         """Wait until every full block appended so far is on disk."""

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
+import hsswap
 from hsswap import (
     ArgumentError,
     BlockIOError,
@@ -157,6 +158,27 @@ async def test_logsumexp_of_the_logits() -> None:
                 assert lse[row, head] == pytest.approx(exact, abs=1e-4)
 
 
+@pytest.mark.parametrize("extra", [0, 600])
+async def test_sinks_count_in_a_batch_as_alone(extra: int) -> None:
+    cases = cases_of("small")[:3]
+    sinks = np.linspace(-2.0, 9.0, 6).astype(np.float32)
+    async with watched(config_of(cases, extra_host=extra)) as swap:
+        sequences = await filled(swap, cases)
+        out, plain = room(cases[0], 1, 3), room(cases[0], 1, 3)
+        queries = asked(cases, 1, [1] * 3)
+        results = await swap.attend_batch(1, sequences, queries, out, sinks=sinks)
+        results += await swap.attend_batch(1, sequences, queries, plain)
+        for result in results:
+            await result.done()
+        assert (out != plain).any()
+        for at, sequence in enumerate(sequences):
+            result = await sequence.attend(1, queries[at : at + 1], sinks=sinks)
+            await result.done()
+            assert (np.asarray(result.out)[0] == out[at]).all()
+        with pytest.raises(ArgumentError, match="sinks"):
+            await swap.attend_batch(1, sequences, queries, out, sinks=sinks[:5])
+
+
 async def test_top_k_sequences_ride_along() -> None:
     cases = cases_of("small")[:3]
     caches = 2 * 3 * TOP_K.cache_blocks(16)
@@ -268,3 +290,15 @@ async def test_a_cancelled_batch_gives_everything_back() -> None:
             call.cancel()
             await asyncio.wait([call])
         assert not any(sequence.busy for sequence in sequences)
+
+
+def test_blocking_callers_have_the_same_call(answers: dict[str, list[list[U16]]]) -> None:
+    cases = cases_of("small")[:3]
+    with hsswap.blocking(config_of(cases), io=MemoryIO()) as swap:
+        sequences = [swap.sequence() for _ in cases]
+        for sequence, case in zip(sequences, cases, strict=True):
+            sequence.append(0, case.keys[0], case.values[0])
+        out = room(cases[0], 0, 3)
+        for result in swap.attend_batch(0, sequences, asked(cases, 0, [1] * 3), out):
+            result.synchronize()
+        assert all((out[at] == answers["small"][at][0][-1]).all() for at in range(3))
