@@ -112,7 +112,8 @@ class _Bench:
             dims,
             tokens + BLOCK,
             device_slots=slots.get("device_slots", ring + layers),
-            host_slots=slots.get("host_slots", ring + blocks),
+            # A scan keeps twelve tiles out of the cache at most (tiers.HostTier).
+            host_slots=slots.get("host_slots", 6 * ring + blocks),
             tile_tokens=tile,
             device=self.lab.device,
             io="memory",
