@@ -14,7 +14,7 @@ from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from hsswap.tiers import I32, I64
 from tests.swap_cases import Case, config_for, random_case
-from tests.swap_watch import fill, turns, until, watched, within
+from tests.swap_watch import fill, turns, until, watched
 from tests.test_codes_predictor import DIMS, TOKENS, TOP_K, config, prefill
 
 PROMPT, STEPS = 1200, 12
@@ -134,8 +134,8 @@ async def test_a_look_whose_sequence_is_gone_reads_nothing_of_the_next_owner() -
         await turns(5)
         gate.opened.set()
         for attend in held:
-            await (await within(lambda a=attend: a)).done()
-        await within(lambda: append)
+            await (await asyncio.wait_for(attend, 20)).done()
+        await asyncio.wait_for(append, 20)
         assert set(heir.ids & INDEX_MASK) <= freed
         assert found
         assert all((slots == -1).all() for slots in found), "two slots of one block"
