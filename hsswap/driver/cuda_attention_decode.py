@@ -186,6 +186,7 @@ def launch_decode(
         shared,
         params,
         cluster=max(1, plan.cluster),
+        follows=True,
     )
     if not plan.cluster:
         slices = group.head_dim // MERGE_DIMS

@@ -29,6 +29,7 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 
 #include "ring.cuh"
 #include "decode_parts.cuh"
+#include "block_mass.cuh"
 #include "decode_ends.cuh"
 
 #if LEAF_WARPS > 1
@@ -80,6 +81,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       }
       now = next;
       next = after;
+      if (p.block_lse) write_no_lse(p, leaves(i) * UNITS, row_of_pair(), g, c);
 #if LEAF_PARTS
       const float reference[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
       send_sums(to, leaves(i), reference, sum, g, c);
@@ -120,6 +122,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
     clear(leaf);
     u32 w[UNITS][2];
     leaf_weights(p, s, w, leaf);
+    if (p.block_lse) write_block_lse<UNITS>(p, s, leaf.reference, leaves(i) * UNITS, row_of_pair(), g, c);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
       const int piece = UNITS + u;
@@ -156,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barrier_words[TOGETHER * STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  follow();  // merge_decode and merge_leaves wait for the end of this
 #if CLUSTER
   __shared__ float2 before[GROUP];
   arrive_begun();
@@ -166,7 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
     before[threadIdx.x] = p.begin ? make_float2(NOTHING, 0.f) : make_float2(p.maximum[row], p.total[row]);
   }
 #else
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // merge_decode waits for the end itself
   const Parts to = {p.partial + first_row() * p.parts * D, p.partial_sums + first_row() * p.parts, p.parts};
 #endif
 #if LEAF_WARPS == 1
