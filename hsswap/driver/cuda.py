@@ -66,6 +66,7 @@ ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("project", {"CHUNK": 8}),
     ("score", {"CHUNK": 8}),
     ("select", {}),
+    ("select_few", {"KEYS": 2}),
     ("copy_words", {}),
     ("fetch", {"CHUNK": 16}),
     ("checksum", {}),

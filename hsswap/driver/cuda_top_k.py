@@ -21,10 +21,14 @@ from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
+STATIC_BYTES = 48 << 10  # of shared memory that need not be asked for
 SELECT_THREADS = 1024
+SELECT_LIST = 648  # candidates of select_few.cu
+MOST_KEYS = 8  # of a thread of select_few.cu
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
-SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
+SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
+TILED_BLOCKS_AN_SM = 2  # thread blocks of score_tiled.cu that take turns
 FETCH_WARPS = 4
 FETCH_ENTRIES = 8  # chosen units that a warp of fetch.cu looks at
 
@@ -67,12 +71,35 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         0,
     )
     block = Grid(THREADS)
+    if chunk["CHUNK"] == 8 and _fits_tiles(work):
+        in_turn = max(1, 128 // rank) * (THREADS // WARP)
+        most = max(1, TILED_BLOCKS_AN_SM * device.sm_count // heads)
+        grid = Grid(min(most, -(-count // in_turn)), heads)
+        dims = {"RANK": rank, "DIM": group.head_dim}
+        device.launch(stream, "score_tiled", dims, grid, block, 0, params, follows=True)
+        return
     kind = chunk | format_constants(group.dtype)
-    device.launch(stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params)
+    device.launch(
+        stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params, follows=True
+    )
     in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
     most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
     grid = Grid(min(most, -(-count // in_turn)), heads)
-    device.launch(stream, "score", chunk, grid, block, 0, params)
+    device.launch(stream, "score", chunk, grid, block, 0, params, follows=True)
+
+
+def _fits_tiles(work: ScoreWork) -> bool:
+    """Whether score_tiled.cu takes a call: its first lines say which."""
+    group = work.codes.group
+    _, _, tokens, rank = work.codes.codes.shape
+    dim = group.head_dim
+    shared_bytes = 2 * (16 * (dim + 8) + dim * (rank + 8)) + 32 * rank
+    return (
+        (tokens % 16, rank % 32, dim % 16) == (0, 0, 0)
+        and group.group_size <= 8
+        and group.dtype == "bf16"
+        and shared_bytes <= STATIC_BYTES
+    )
 
 
 def _power_of_two(number: int) -> int:
@@ -84,11 +111,14 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     heads, blocks = work.scores.shape
     count, places = work.chosen.shape[1], work.cache.slots.shape[1]
     table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
+    words = -(-blocks // 32)
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * words
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
-    keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
     keys = 0
-    if keep_keys:
+    few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
+    if few:
+        shared_bytes += 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
+    elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
         shared_bytes += 4 * blocks
     else:
         keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
@@ -137,7 +167,12 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         *[0] * (INLINE_PINNED - len(few_pinned)),
         0,
     )
-    device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
+    kernel, constants = "select", {}
+    if few:
+        kernel = "select_few"
+        constants = {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
+    block = Grid(SELECT_THREADS)
+    device.launch(stream, kernel, constants, Grid(heads), block, shared_bytes, params, follows=True)
 
 
 def _pinned_and_step(device: Launcher, stream: Stream, work: SelectWork) -> tuple[int, int]:
@@ -208,4 +243,4 @@ def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
     )
     copying = -(-heads * count // (FETCH_WARPS * FETCH_ENTRIES))
     block = Grid(FETCH_WARPS * WARP)
-    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params)
+    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params, follows=True)
