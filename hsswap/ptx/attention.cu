@@ -6,8 +6,7 @@
 // Block    WARPS warps. LEAF_WARPS 2, 4, 8: so many warps share a leaf, and a block takes WARPS / LEAF_WARPS leaves once
 //          (decode_leaf.cuh). LEAF_WARPS 1: a warp takes leaves (WHOLE_SPANS 0) or whole spans (1), one of every
 //          grid's warps, and copies their pieces (K or V of a unit: 16 tokens) through STAGES stages of its own.
-// Ends     decode_ends.cuh. CLUSTER 0: parts go to memory, for merge_decode: spans, which are a block's leaves, or, for
-//          merge_leaves, leaves (LEAF_WARPS > 1). Else each block of a cluster owns some dims, is sent these of every part (leaf, or whole span), and folds them.
+// Ends     decode_ends.cuh. CLUSTER 0: a block's leaves are one span, which goes to memory, for merge_decode. Else each block of a cluster owns some dims, is sent these of every part (leaf, or whole span), and folds them.
 // Shared   rings of PIECE bytes (4 KiB at d 128); what warps of a leaf exchange; CLUSTER: dims of the parts, and their
 //          sums. CLUSTER 0: 64 bytes a warp. Barriers are static. Folds use the rings' place.
 // Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS LEAF_WARPS STAGES WHOLE_SPANS CLUSTER
@@ -159,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barrier_words[TOGETHER * STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-  follow();  // merge_decode and merge_leaves wait for the end of this
+  follow();  // merge_decode waits for the end of this
 #if CLUSTER
   __shared__ float2 before[GROUP];
   arrive_begun();
@@ -170,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
     before[threadIdx.x] = p.begin ? make_float2(NOTHING, 0.f) : make_float2(p.maximum[row], p.total[row]);
   }
 #else
-  const Parts to = {p.partial + first_row() * p.parts * D, p.partial_sums + first_row() * p.parts, p.parts};
+  const Parts to;
 #endif
 #if LEAF_WARPS == 1
   attend_leaves(p, memory, barrier_words, to, lane, warp, g, c);
@@ -180,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
 #if CLUSTER
   exchange();
   fold_parts(p, memory, (const float*)arrived, (const float2*)(arrived + p.parts * (OWNED * 4)), before);
-#elif LEAF_WARPS == 1
+#else
   __syncthreads();
   fold_block(p, memory);
 #endif
