@@ -115,9 +115,11 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * words
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
     keys = 0
+    list_bytes = 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
     few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
+    few = few and shared_bytes + list_bytes <= most
     if few:
-        shared_bytes += 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
+        shared_bytes += list_bytes
     elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
         shared_bytes += 4 * blocks
     else:
