@@ -187,7 +187,7 @@ def ranking(bench: Bench, blocks: int, k: int, slices: int) -> dict[str, Any]:
     step = [0]
 
     def select() -> None:
-        work = SelectWork(ranked, k, pinned, cache, step[0], 0.9, *last, *results)
+        work = SelectWork(ranked, ranked, k, pinned, cache, step[0], 0.9, *last, *results)
         device.select(bench.stream, work)
         step[0] += 1
 

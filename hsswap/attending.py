@@ -35,7 +35,8 @@ class AttendResult:
 
     ``out`` is the array given, or the one made: ``[rows, q_heads, value_dim]``, BF16; its bytes are
     there once :meth:`done` or :meth:`synchronize` returned. ``left_out_mass`` ``[kv_heads]``: the
-    share of predicted attention mass that top-k left out (0 in exact mode). ``chosen``
+    share of the attention to full blocks that top-k left out, as the predictor has it: an estimate,
+    right on average (see :class:`TopK`); 0 in exact mode. ``chosen``
     ``[kv_heads, n]``: the full blocks attended in top-k mode (-1: none, with a bound on the share
     left out), None for all.
     """

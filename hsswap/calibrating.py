@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.bf16 import to_float32
 from hsswap.codec import HeadCodec
 from hsswap.config import DISK_ALIGNMENT, LayerGroup, PredictorConfig
 from hsswap.driver.base import Buffer, Event, Stream
 from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import DeviceError
+from hsswap.halves import widen
 from hsswap.loop import in_thread
 from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
@@ -31,8 +31,6 @@ from hsswap.rope import F64
 
 if TYPE_CHECKING:
     from hsswap.swap_state import SwapState
-
-U16 = NDArray[np.uint16]
 
 LEAST_TOKENS = 64
 """Of a prompt that makes a basis when it has to: recall was 0.76 with 128 tokens, 0.79 with 1,024
@@ -48,13 +46,12 @@ class _Shown:
     """
 
     positions: list[NDArray[np.int64]] = field(default_factory=list)
-    rows: list[U16] = field(default_factory=list)
+    rows: list[NDArray[np.float32]] = field(default_factory=list)
     count: int = 0
 
     def joined(self) -> tuple[NDArray[np.int64], F64]:
         """All positions and rows, float64."""
-        rows = to_float32(np.concatenate(self.rows)).astype(np.float64)
-        return np.concatenate(self.positions), rows
+        return np.concatenate(self.positions), np.concatenate(self.rows).astype(np.float64)
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +71,7 @@ class _Copy:
         units = self.memory.array()[:, : heads * 4 * ROWS * dim].view(np.uint16)
         keys = units.reshape(-1, heads, 2, ROWS, dim)[:, :, 0]  # K of each unit; V is the same
         rows = keys.transpose(0, 2, 1, 3).reshape(-1, heads, dim)[:count]
-        self.into.rows.append(rows.copy())
+        self.into.rows.append(widen(rows, self.group.dtype))
         self.into.positions.append(self.positions)
 
 
@@ -176,8 +173,8 @@ class Calibration:
         shape = (len(places), heads, dim)
         strides = (step * rows.strides[0], *rows.strides[1:])
         address = rows.address + start * rows.strides[0]
-        some = Tensor(address, shape, strides, "bf16", rows.on_device, rows)
-        group = LayerGroup(1, heads, heads, dim)
+        some = Tensor(address, shape, strides, rows.dtype, rows.on_device, rows)
+        group = LayerGroup(1, heads, heads, dim, dtype=rows.dtype)
         blocks = -(-len(places) // ROWS)
         block_bytes = -(-heads * 4 * ROWS * dim // DISK_ALIGNMENT) * DISK_ALIGNMENT
         buffer = self._swap.device.allocate_host(blocks * block_bytes)
@@ -188,6 +185,8 @@ class Calibration:
             tensor_in(buffer, "u8", (blocks, block_bytes)),
             group,
         )
+        self._copies.append(copy)
+        into.count += len(places)
         # Rows go into units of a pool of their own, as K and, for want of another operation, as V.
         unit = tensor_in(buffer, "u8", (1, 4 * ROWS * dim))
         work = AppendWork(
@@ -199,14 +198,9 @@ class Calibration:
             blocks=BlockPool(copy.memory, group, ROWS),
             host_slots=np.arange(blocks, dtype=np.int32),
         )
-        try:
-            self._swap.device.append(stream, work)
-            event = copy.event = stream.record()
-        except BaseException:
-            self._swap.free_at_close(buffer)  # perhaps it is being filled all the same
-            raise
-        self._copies.append(copy)
-        into.count += len(places)
+        self._swap.device.append(stream, work)
+        event = stream.record()
+        copy.event = event
         event.call_when_done(lambda: self._swap.mailbox.post(lambda: self._arrived(copy)))
 
     def _arrived(self, copy: _Copy) -> None:

@@ -66,6 +66,7 @@ class CapturedTopK(CapturedLayer):
             memory.add(self._name + name, "i32", table)
         measures = {
             "scores": (heads, held.first),
+            "shares": (heads, held.first),
             "left out": (heads,),
             "remembered": (2, group.q_heads, held.first if predictor.remembers else 1),
             "block lse": (1, 1, group.q_heads, listed.shape[2]),
@@ -131,10 +132,12 @@ class CapturedTopK(CapturedLayer):
             memory=ScoreMemory(remembered.row(0), remembered.row(1)),
             first=False,  # memory is zero and nothing was chosen: as if
             last=Attended(chosen, first_columns(lse, chosen.shape[1])),
+            uncorrected=tensor("shares"),
         )
         device.score(stream, self._predictor.score_work(self.cache.layer, request))
         select = SelectWork(
             scores=tensor("scores"),
+            shares=tensor("shares" if self._predictor.remembers else "scores"),
             k=ranked.settings.k,
             pinned=tensor("pinned"),
             cache=cache,
@@ -157,6 +160,7 @@ class CapturedTopK(CapturedLayer):
         if settings.left_out_bound is not None:
             trim = TrimWork(
                 scores=select.scores,
+                shares=select.shares,
                 pinned=self._pinned,
                 bound=settings.left_out_bound,
                 least=settings.least_k,

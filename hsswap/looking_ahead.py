@@ -59,7 +59,7 @@ class LookingAhead(Capturing):
                 places = await _probable(self._swap, raw_stream, ranked, taken.row(0), full)
             if len(places):
                 blocks = Blocks(cache.pool, layer, full[places])
-                self._swap.retiring.keep(_read(self._swap, blocks, self.ids[places]))
+                self._swap.retiring.keep(_read(self._swap, blocks))
             return len(places)
 
 
@@ -73,6 +73,7 @@ class _Glance:
             device.allocate,
             {
                 "scores": ("f32", (heads, blocks)),
+                "shares": ("f32", (heads, blocks)),
                 "remembered": ("f32", (2, queries, blocks)),
                 "owner": ("i32", (heads, places)),
                 "mass": ("f32", (heads, places)),
@@ -132,16 +133,12 @@ async def _probable(
     return await found
 
 
-async def _read(swap: SwapState, blocks: Blocks, ids: I64) -> None:
-    """Bring blocks into the host tier, a tile at a time, where they stay as others do.
-
-    Nothing waits for it, so the sequence may be gone, and its ids another's, before a part's turn.
-    """
+async def _read(swap: SwapState, blocks: Blocks) -> None:
+    """Bring blocks into the host tier, a tile at a time, where they stay as others do."""
     step = swap.config.tile_blocks
     with suppress(HsswapError):  # an attend that needs such a block will meet it and say so
         for start in range(0, len(blocks.indices), step):
             part = replace(blocks, indices=blocks.indices[start : start + step])
-            swap.check_ids(ids[start : start + step])
             loaded = await swap.prefetcher.load(part)
             with swap.lock:
                 blocks.pool.tier.release(loaded.slots, scan=False)
@@ -172,12 +169,14 @@ def _enqueue(
         memory=ScoreMemory(remembered.row(0), remembered.row(1)),
         first=True,
         last=None,
+        uncorrected=tensors["shares"],
     )
     device.score(stream, predictor.score_work(ranked.cache.layer, request))
     device.select(
         stream,
         SelectWork(
             scores=tensors["scores"],
+            shares=tensors["scores"],  # nobody asks what this choice leaves out
             k=ranked.settings.k,
             pinned=ranked.pinned(blocks),
             cache=copy,

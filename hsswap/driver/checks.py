@@ -256,6 +256,7 @@ def select(work: SelectWork) -> SelectWork:
     """Check a SelectWork."""
     heads, blocks = shape_of_rank(work.scores, 2, "scores")
     check_tensor(work.scores, "f32", (heads, blocks), "scores")
+    check_tensor(work.shares, "f32", (heads, blocks), "shares")
     pinned = work.pinned
     if isinstance(pinned, Tensor):
         pinned_count = shape_of_rank(pinned, 1, "pinned")[0]
@@ -293,6 +294,7 @@ def trim(work: TrimWork) -> TrimWork:
     """Check a TrimWork."""
     heads, blocks = shape_of_rank(work.scores, 2, "scores")
     check_tensor(work.scores, "f32", (heads, blocks), "scores")
+    check_tensor(work.shares, "f32", (heads, blocks), "shares")
     pinned = checked_indices(work.pinned, (len(work.pinned),), blocks, "pinned")
     require(0 <= work.bound <= 1, f"bound is {work.bound}; a share is from 0 to 1")
     require(work.least >= 0, f"least is {work.least}; it cannot be negative")

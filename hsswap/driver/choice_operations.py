@@ -19,10 +19,11 @@ class TrimWork:
     ``pinned`` ``[P]`` int32 are given up, the worst score first (of equal ones the higher block),
     as long as ``left_out`` stays at or under ``bound`` and ``least`` of them are kept. For one that
     is given up ``chosen`` and ``chosen_slots`` become -1 and ``missing`` 0; if it was missing, its
-    place in the cache is free. ``left_out`` grows by its share: softmax of the scores over blocks.
+    place in the cache is free. ``left_out`` grows by its share: softmax of ``shares`` over blocks.
     """
 
     scores: Tensor
+    shares: Tensor
     pinned: I32
     bound: float
     least: int

@@ -66,7 +66,9 @@ def score(work: ScoreCodesWork) -> ScoreCodesWork:
     check_tensor(work.queries, group.dtype, (group.q_heads, group.head_dim), "queries")
     index = work.code_index
     blocks = shape_of_rank(index, 1, "code_index")[0] if isinstance(index, Tensor) else len(index)
-    check_tensor(work.scores, "f32", (group.kv_heads, blocks), "scores", written=True)
+    for what in ("scores", "uncorrected"):
+        tensor = getattr(work, what)
+        check_tensor(tensor, "f32", (group.kv_heads, blocks), what, written=True)
     places = shape_of_rank(work.memory.predicted, 2, "memory.predicted")[1]
     require(places >= blocks, f"memory has room for {places} blocks; there are {blocks}")
     for what in ("predicted", "correction"):

@@ -112,7 +112,8 @@ class ScoreCodesWork:
     over the head's query group: logsumexp of the block's logits from codes, plus the correction of
     what ``last`` showed (:func:`hsswap.codec.corrected`; None: as if nothing had been), over that
     of everything, where ``resident`` blocks count with their exact logits. ``first``: whatever
-    ``memory`` holds, take it as empty.
+    ``memory`` holds, take it as empty. ``uncorrected`` ``[H, B]`` float32: the same without the
+    corrections, which find blocks better, but favour those that were attended.
 
     A block without a code counts with what the last step found; if that is nothing either, it is
     worth :data:`UNKNOWN_SCORE` less its distance from the newest block.
@@ -126,6 +127,7 @@ class ScoreCodesWork:
     first: bool
     last: Attended | None
     scores: Tensor
+    uncorrected: Tensor
 
 
 def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:

@@ -10,7 +10,7 @@ from hsswap.codec import PLANE_BITS
 from hsswap.driver.base import Stream
 from hsswap.driver.codes_operations import EncodeCodesWork, LayerCodes, ScoreCodesWork
 from hsswap.driver.cuda_operations import WARP, chunk_of, contiguous_address, row_items
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
 from hsswap.driver.cuda_top_k import COUNTER_BYTES
 from hsswap.driver.operations import I32
 from hsswap.driver.tensor import Tensor
@@ -21,9 +21,10 @@ ENCODE_TILE = 16  # tokens
 ENCODE_BLOCKS_AN_SM = 4
 THREADS = 256  # of the kernels of score
 QUERIES = 4  # of a thread block of codes_mass
-MASS_BLOCKS_AN_SM = 4
+MASS_BLOCKS_AN_SM = 2
+TOGETHER = 8  # blocks that a warp of codes_mass takes at a time
 ROW_TOKENS = 16  # of an mma
-CORRECTED_BLOCKS = 1024  # of a thread block of codes_prepare
+WEIGHT_DIMS = 32  # code dims of a thread block of codes_prepare
 ALIGNMENT = 256
 
 
@@ -72,8 +73,8 @@ def encode(device: Launcher, stream: Stream, work: EncodeCodesWork) -> None:
     grid = Grid(min(pairs, ENCODE_BLOCKS_AN_SM * device.sm_count))
     # A row of keys is a whole number of 16 bytes: dims are multiples of 8.
     chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
-    block = Grid(ENCODE_THREADS)
-    device.launch(stream, "codes_encode", chunk, grid, block, shared_bytes, params)
+    block, kind = Grid(ENCODE_THREADS), chunk | format_constants(into.group.dtype)
+    device.launch(stream, "codes_encode", kind, grid, block, shared_bytes, params)
 
 
 class _Workspace:
@@ -100,8 +101,9 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         return
     most = MASS_BLOCKS_AN_SM * device.sm_count
     query_groups = -(-group.group_size // QUERIES)
+    in_turn = THREADS // WARP * (TOGETHER if _is_tiled(codes) else 1)
     grid = Grid(
-        min(-(-blocks // (THREADS // WARP)), max(1, most // (heads * query_groups))),
+        min(-(-blocks // in_turn), max(1, most // (heads * query_groups))),
         heads,
         query_groups,
     )
@@ -115,26 +117,31 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
             "constant": queries,
             "exact": queries * columns,
             "mass": queries * blocks,
-            "partial": 2 * queries * grid.x,
+            "partial": 4 * queries * grid.x,
+            "rows": 2 * blocks,
         },
     )
     pinned = _list(device, stream, "pinned blocks", work.resident.pinned)
     _prepare(device, stream, work, space, pinned)
     _mass(device, stream, work, space, pinned, grid)
     params = struct.pack(
-        "<QQQQqiiii",
+        "<6Q3q4i",
         space["mass"],
+        work.memory.correction.address,
         space["partial"],
         space["exact"],
         work.scores.address,
+        work.uncorrected.address,
+        row_items(work.memory.correction, 4, "memory.correction"),
         row_items(work.scores, 4, "scores"),
+        row_items(work.uncorrected, 4, "uncorrected"),
         blocks,
         group.group_size,
         grid.x,
         columns,
     )
     grid = Grid(min(-(-blocks // THREADS), most), heads)
-    shared_bytes = 4 * group.group_size
+    shared_bytes = 8 * group.group_size
     device.launch(stream, "codes_rank", {}, grid, Grid(THREADS), shared_bytes, params)
 
 
@@ -149,11 +156,9 @@ def _mass(
     codes, last = work.codes, work.last
     planes = max((codec.planes for codec in codes.codecs), default=0)
     params = struct.pack(
-        "<24s12Q4q5i4x",
+        "<24s11Q3q6i",
         _tables(codes),
-        _pages(device, stream, codes),
-        _list(device, stream, "code index", work.code_index),
-        *(space[name] for name in ("weights", "constant", "exact")),
+        *(space[name] for name in ("rows", "weights", "constant", "exact")),
         pinned,
         0 if last is None else last.chosen.address,
         0 if last is None else last.lse.address,
@@ -161,7 +166,6 @@ def _mass(
         work.memory.correction.address,
         space["mass"],
         space["partial"],
-        codes.row_bytes,
         row_items(work.memory.predicted, 4, "memory.predicted"),
         0 if last is None else row_items(last.chosen, 4, "last.chosen"),
         0 if last is None else row_items(last.lse, 4, "last.lse"),
@@ -170,14 +174,20 @@ def _mass(
         codes.block_size,
         work.resident.pinned.shape[0],
         0 if last is None else last.chosen.shape[1],
+        int(work.first),
     )
-    tiled = codes.block_size % ROW_TOKENS == 0
-    # Two registers of B a lane for each step of two bits; or four floats a bit.
-    shared_bytes = -(-planes // 8) * 8 * WARP * 8 if tiled else PLANE_BITS * planes * 16
+    tiled = _is_tiled(codes)
+    # Four floats a bit; and two registers of B a lane for each step of two bits.
+    shared_bytes = PLANE_BITS * planes * 16 + (-(-planes // 8) * 8 * WARP * 8 if tiled else 0)
     if shared_bytes > device.shared_bytes_limit:
         raise ArgumentError(f"codes of {planes} planes need {shared_bytes} bytes of shared memory")
-    constants = {"TILED": int(tiled)}
-    device.launch(stream, "codes_mass", constants, grid, Grid(THREADS), shared_bytes, params)
+    kernel = "codes_mass" if tiled else "codes_mass_any"
+    device.launch(stream, kernel, {}, grid, Grid(THREADS), shared_bytes, params)
+
+
+def _is_tiled(codes: LayerCodes) -> bool:
+    """Whether a block's tokens are whole rows of an mma."""
+    return codes.block_size % ROW_TOKENS == 0
 
 
 def _list(device: Launcher, stream: Stream, name: str, given: I32 | Tensor) -> int:
@@ -190,9 +200,11 @@ def _prepare(
 ) -> None:
     codes, group, resident, last = work.codes, work.codes.group, work.resident, work.last
     cache, memory = resident.cache, work.memory
-    remembered = memory.predicted.shape[1]
+    blocks = work.code_index.shape[0]
+    dims = max((len(codec.bits) for codec in codes.codecs), default=-1)
+    slices = -(-(dims + 1) // WEIGHT_DIMS)
     params = struct.pack(
-        "<Qqq24sQq11Q5q9iff4x",
+        "<Qqq24sQq14Q6q10iff",
         work.queries.address,
         *work.queries.strides,
         _tables(codes),
@@ -206,25 +218,30 @@ def _prepare(
         memory.correction.address,
         0 if last is None else last.chosen.address,
         0 if last is None else last.lse.address,
-        *(space[name] for name in ("weights", "constant", "exact")),
+        *(space[name] for name in ("weights", "constant", "exact", "rows")),
+        _pages(device, stream, codes),
+        _list(device, stream, "code index", work.code_index),
         0 if cache is None else row_items(cache.owner, 4, "resident.cache.owner"),
         0 if cache is None else row_items(cache.slots, 4, "resident.cache.slots"),
         row_items(memory.correction, 4, "memory.correction"),
         0 if last is None else row_items(last.chosen, 4, "last.chosen"),
         0 if last is None else row_items(last.lse, 4, "last.lse"),
+        codes.row_bytes,
         group.group_size,
         codes.block_size,
         0 if cache is None else cache.slots.shape[1],
         resident.pinned.shape[0],
         resident.active_tokens,
         0 if last is None else last.chosen.shape[1],
-        len(work.code_index) if not isinstance(work.code_index, Tensor) else remembered,
-        remembered,
+        blocks,
+        memory.predicted.shape[1],
         int(work.first),
+        slices,
         group.logit_scale,
         group.soft_cap or 0.0,
     )
-    jobs = 2 + resident.pinned.shape[0] + -(-remembered // CORRECTED_BLOCKS)
+    jobs = resident.pinned.shape[0] + 2 + group.group_size * slices
+    jobs += -(-blocks // (THREADS * group.kv_heads))
     chunk = chunk_of(resident.units.memory.address, resident.units.unit_bytes)
-    grid = Grid(jobs, group.kv_heads)
-    device.launch(stream, "codes_prepare", chunk, grid, Grid(THREADS), 0, params)
+    kind, grid = chunk | format_constants(group.dtype), Grid(jobs, group.kv_heads)
+    device.launch(stream, "codes_prepare", kind, grid, Grid(THREADS), 0, params)

@@ -16,9 +16,6 @@ from hsswap.driver.cuda_stream import PARAM_BYTES, StreamState
 from hsswap.driver.nvrtc import Compiler
 from hsswap.errors import DeviceError
 
-PROGRAMMATIC = (9, 0)
-"""Compute capability from which a kernel may begin before the one in front of it has ended."""
-
 SHARED_BYTES = 48 << 10
 """Static and dynamic shared memory beyond this together has to be asked for."""
 
@@ -112,16 +109,11 @@ class Modules:
             )
         self._ask_for_shared(function, key, shared_bytes)
         ctypes.memmove(state.params, params, len(params))
-        driver = self._context.driver
-        config = state.configs.get((cluster, follows))
-        if config is None:
-            config = driver.CUlaunchConfig()
-            config.hStream = state.handle
-            self._set_attributes(config, cluster, follows)
-            state.configs[cluster, follows] = config
+        driver, config = self._context.driver, state.config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_bytes
+        self._set_attributes(config, cluster, follows)
         status = driver.cuLaunchKernelEx(
             config, function.handle, ctypes.addressof(state.param_list), 0
         )
@@ -146,12 +138,12 @@ class Modules:
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
             attributes.append(attribute)
-        if follows and self._context.compute_capability >= PROGRAMMATIC:
+        if follows:
             kinds, attribute = driver.CUlaunchAttributeID, driver.CUlaunchAttribute()
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        if attributes:
+        if attributes or config.numAttrs:
             config.attrs = attributes
             config.numAttrs = len(attributes)
 

@@ -21,14 +21,10 @@ from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
-STATIC_BYTES = 48 << 10  # of shared memory that need not be asked for
 SELECT_THREADS = 1024
-SELECT_LIST = 648  # candidates of select_few.cu
-MOST_KEYS = 8  # of a thread of select_few.cu
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
-SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
+SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
-TILED_BLOCKS_AN_SM = 2  # thread blocks of score_tiled.cu that take turns
 FETCH_WARPS = 4
 FETCH_ENTRIES = 8  # chosen units that a warp of fetch.cu looks at
 
@@ -71,35 +67,12 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         0,
     )
     block = Grid(THREADS)
-    if chunk["CHUNK"] == 8 and _fits_tiles(work):
-        in_turn = max(1, 128 // rank) * (THREADS // WARP)
-        most = max(1, TILED_BLOCKS_AN_SM * device.sm_count // heads)
-        grid = Grid(min(most, -(-count // in_turn)), heads)
-        dims = {"RANK": rank, "DIM": group.head_dim}
-        device.launch(stream, "score_tiled", dims, grid, block, 0, params, follows=True)
-        return
     kind = chunk | format_constants(group.dtype)
-    device.launch(
-        stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params, follows=True
-    )
+    device.launch(stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params)
     in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
     most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
     grid = Grid(min(most, -(-count // in_turn)), heads)
-    device.launch(stream, "score", chunk, grid, block, 0, params, follows=True)
-
-
-def _fits_tiles(work: ScoreWork) -> bool:
-    """Whether score_tiled.cu takes a call: its first lines say which."""
-    group = work.codes.group
-    _, _, tokens, rank = work.codes.codes.shape
-    dim = group.head_dim
-    shared_bytes = 2 * (16 * (dim + 8) + dim * (rank + 8)) + 32 * rank
-    return (
-        (tokens % 16, rank % 32, dim % 16) == (0, 0, 0)
-        and group.group_size <= 8
-        and group.dtype == "bf16"
-        and shared_bytes <= STATIC_BYTES
-    )
+    device.launch(stream, "score", chunk, grid, block, 0, params)
 
 
 def _power_of_two(number: int) -> int:
@@ -111,16 +84,11 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     heads, blocks = work.scores.shape
     count, places = work.chosen.shape[1], work.cache.slots.shape[1]
     table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    words = -(-blocks // 32)
-    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * words
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
+    keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
     keys = 0
-    list_bytes = 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
-    few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
-    few = few and shared_bytes + list_bytes <= most
-    if few:
-        shared_bytes += list_bytes
-    elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
+    if keep_keys:
         shared_bytes += 4 * blocks
     else:
         keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
@@ -132,6 +100,7 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     last = (work.last_chosen, work.last_mass)
     listed = [
         (work.scores, 4, "scores"),
+        (work.shares, 4, "shares"),
         *((t, 4, "last") for t in last if t is not None),
         (work.cache.slots, 4, "cache.slots"),
         (work.cache.owner, 4, "cache.owner"),
@@ -142,20 +111,23 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         (work.missing, 1, "missing"),
     ]
     strides = [row_items(*item) for item in listed]
-    if len(listed) == 8:  # nothing of an earlier step
-        strides[1:1] = [0, 0]
+    if len(listed) == 9:  # nothing of an earlier step
+        strides[2:2] = [0, 0]
     cache = work.cache
     few_pinned = [] if isinstance(work.pinned, Tensor) else work.pinned[:INLINE_PINNED].tolist()
     params = struct.pack(
-        f"<14Q11q8if{INLINE_PINNED}ii",
-        *(t.address for t in (work.scores, cache.slots, cache.owner, cache.mass, cache.used)),
+        f"<15Q12q8if{INLINE_PINNED}ii",
+        *(
+            t.address
+            for t in (work.scores, work.shares, cache.slots, cache.owner, cache.mass, cache.used)
+        ),
         *_pinned_and_step(device, stream, work),
         *(0 if t is None else t.address for t in last),
         *(t.address for t in (work.chosen, work.chosen_slots, work.missing, work.left_out)),
         keys,
-        *strides[:3],
+        *strides[:4],
         work.left_out.strides[0] // 4,
-        *strides[3:],
+        *strides[4:],
         blocks,
         count,
         work.pinned.shape[0],
@@ -169,12 +141,7 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         *[0] * (INLINE_PINNED - len(few_pinned)),
         0,
     )
-    kernel, constants = "select", {}
-    if few:
-        kernel = "select_few"
-        constants = {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
-    block = Grid(SELECT_THREADS)
-    device.launch(stream, kernel, constants, Grid(heads), block, shared_bytes, params, follows=True)
+    device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
 
 
 def _pinned_and_step(device: Launcher, stream: Stream, work: SelectWork) -> tuple[int, int]:
@@ -196,14 +163,16 @@ def trim(device: Launcher, stream: Stream, work: TrimWork) -> None:
         return
     rows = (work.scores, work.cache.slots, work.cache.owner, work.chosen, work.chosen_slots)
     params = struct.pack(
-        "<8Q7q5if",
+        "<9Q8q5if",
         work.scores.address,
+        work.shares.address,
         device.upload(stream, work.pinned, direct=True),
         *(t.address for t in (work.cache.slots, work.cache.owner, work.chosen, work.chosen_slots)),
         work.missing.address,
         work.left_out.address,
         *(row_items(tensor, 4, "a table of trim") for tensor in rows),
         row_items(work.missing, 1, "missing"),
+        row_items(work.shares, 4, "shares"),
         work.left_out.strides[0] // 4,
         blocks,
         count,
@@ -245,4 +214,4 @@ def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
     )
     copying = -(-heads * count // (FETCH_WARPS * FETCH_ENTRIES))
     block = Grid(FETCH_WARPS * WARP)
-    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params, follows=True)
+    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params)

@@ -72,18 +72,28 @@ def score(work: ScoreCodesWork, scratch: Scratch) -> None:
     predicted = memory[0][:, :blocks]
     predicted[...] = -np.inf
     predicted[:, known] = _from_codes(work, queries, code_index[known])
-    mass = predicted + memory[1][:, :blocks]
-    np.copyto(mass, true, where=~known & ~np.isnan(true))
-    beside = _exact_logits(work, queries, mass)
-    scores = work.scores.array()
+    exact, beside = _exact_logits(work, queries, blocks)
+    plain = np.where(np.isnan(exact), predicted, exact)
+    np.copyto(plain, true, where=np.isnan(exact) & ~known & ~np.isnan(true))
+    correction = memory[1][:, :blocks]
+    correction[~known | ~np.isnan(exact)] = 0  # of what is no prediction
+    for mass, into in ((plain + correction, work.scores), (plain, work.uncorrected)):
+        into.array()[...] = _log_shares(mass, beside, group.group_size)
+
+
+def _log_shares(mass: F32, beside: F32, group_size: int) -> NDArray[np.float64]:
+    """Scores ``[H, B]`` of log masses ``[Q, B]`` and those ``[Q]`` of the block being filled."""
+    blocks = mass.shape[1]
     age = np.arange(blocks - 1, -1, -1)
-    for head in range(group.kv_heads):
-        part = slice(head * group.group_size, (head + 1) * group.group_size)
+    scores = np.empty((len(mass) // group_size, blocks))
+    for head in range(len(scores)):
+        part = slice(head * group_size, (head + 1) * group_size)
         share = codec.shares(mass[part], beside[part])
         is_unknown = np.isneginf(mass[part]).all(0)
         with np.errstate(invalid="ignore"):
             found = np.log(np.maximum(share, LEAST_SHARE))
         scores[head] = np.where(is_unknown, UNKNOWN_SCORE - age, found)
+    return scores
 
 
 def _listed(given: NDArray[np.int32] | Tensor) -> NDArray[np.int32]:
@@ -119,25 +129,26 @@ def _from_codes(work: ScoreCodesWork, queries: F32, code_index: NDArray[np.int32
     return mass
 
 
-def _exact_logits(work: ScoreCodesWork, queries: F32, mass: F32) -> F32:
-    """Exact logsumexp of resident blocks into ``mass`` ``[Q, B]``, and ``[Q]`` that of the block
+def _exact_logits(work: ScoreCodesWork, queries: F32, blocks: int) -> tuple[F32, F32]:
+    """Exact logsumexp ``[Q, B]`` of resident blocks, NaN for others, and ``[Q]`` that of the block
     being filled.
     """
     resident, group = work.resident, work.codes.group
     keys, _ = unit_views(resident.units)
     pinned = _listed(resident.pinned)
     pinned = pinned[pinned >= 0]
+    exact = np.full((group.q_heads, blocks), np.nan, np.float32)
     beside = np.full(group.q_heads, -np.inf, np.float32)
     for head in range(group.kv_heads):
         part = slice(head * group.group_size, (head + 1) * group.group_size)
         if resident.cache is not None and len(pinned):
             block, place = np.nonzero(pinned[:, None] == resident.cache.owner.array()[head])
             held = keys[resident.cache.slots.array()[head, place]]
-            mass[part, pinned[block]] = codec.log_mass(_logits(group, queries[part], held)).T
+            exact[part, pinned[block]] = codec.log_mass(_logits(group, queries[part], held)).T
         if resident.active_tokens:
             rows = keys[resident.active[head]][None, : resident.active_tokens]
             beside[part] = codec.log_mass(_logits(group, queries[part], rows))[0]
-    return beside
+    return exact, beside
 
 
 def _logits(group: LayerGroup, queries: F32, keys: NDArray[np.uint16]) -> F32:

@@ -30,8 +30,7 @@ class _Cache:
 
 def select(work: SelectWork, scratch: Scratch) -> None:
     """Choose blocks, give each a slot, and say which slots must be filled."""
-    scores = np.array(work.scores.array())
-    scores[np.isnan(scores)] = -np.inf  # a block that cannot be ranked comes last
+    scores = _numbers(work.scores)
     heads = scores.shape[0]
     step = work.step
     if isinstance(step, Tensor):
@@ -56,17 +55,16 @@ def select(work: SelectWork, scratch: Scratch) -> None:
     work.chosen.array()[...] = chosen
     work.chosen_slots.array()[...] = work.cache.slots.array()[head, place]
     work.missing.array()[...] = missing
-    work.left_out.array()[...] = _left_out(scores, is_chosen)
+    work.left_out.array()[...] = _left_out(_numbers(work.shares), is_chosen)
 
 
 def trim(work: TrimWork, scratch: Scratch) -> None:
     """Give up chosen blocks that the bound on the share left out does not need."""
-    scores = np.array(work.scores.array())
-    scores[np.isnan(scores)] = -np.inf
+    scores, shares = _numbers(work.scores), _numbers(work.shares)
     chosen, slots, missing = (t.array() for t in (work.chosen, work.chosen_slots, work.missing))
     owner, left_out = work.cache.owner.array(), work.left_out.array()
     for head in range(len(scores)):
-        share = _shares(scores[head])
+        share = _shares(shares[head])
         entry = np.flatnonzero(~np.isin(chosen[head], work.pinned))
         block = chosen[head, entry]
         # Worst first: by score, of equal ones the higher block.
@@ -106,6 +104,13 @@ def fetch(work: FetchWork, scratch: Scratch) -> None:
     listed[:, count:] = work.tail_slots.array()
     positions[:, :count] = chosen
     positions[:, count:] = work.tail_positions.array()
+
+
+def _numbers(scores: Tensor) -> NDArray[np.float32]:
+    """A copy in which a block that cannot be ranked comes last."""
+    numbers: NDArray[np.float32] = np.array(scores.array())
+    numbers[np.isnan(numbers)] = -np.inf
+    return numbers
 
 
 def _open_cache(work: SelectWork, step: int, blocks: int) -> _Cache:
@@ -178,11 +183,11 @@ def _make_room(cache: _Cache, is_chosen: Bool, chosen: Ints, place: Ints, missin
     cache.mass[head, taken] = 0
 
 
-def _left_out(scores: NDArray[np.float32], is_chosen: Bool) -> NDArray[np.float64]:
-    """``[H]``: softmax of the scores over the blocks that were not chosen."""
-    if not scores.size:
-        return np.zeros(len(scores))
-    left_out: NDArray[np.float64] = np.where(is_chosen, 0, _shares(scores)).sum(1)
+def _left_out(shares: NDArray[np.float32], is_chosen: Bool) -> NDArray[np.float64]:
+    """``[H]``: softmax of the shares over the blocks that were not chosen."""
+    if not shares.size:
+        return np.zeros(len(shares))
+    left_out: NDArray[np.float64] = np.where(is_chosen, 0, _shares(shares)).sum(1)
     return left_out
 
 

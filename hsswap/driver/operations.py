@@ -225,8 +225,7 @@ class AttendWork:
     Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
     ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
     be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
-    None, receives each entry's logsumexp (-inf where a row sees nothing of it, or perhaps where it
-    weighs less than 2^-126 of what is beside it).
+    None, receives each entry's logsumexp (-inf where a row sees nothing of it).
 
     ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
     ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here.
@@ -322,10 +321,12 @@ class SelectWork:
     Written: ``chosen`` ``[H, N]`` int32 in ascending order (``last_chosen`` may be the same
     memory), ``chosen_slots`` ``[H, N]`` int32 unit slots, ``missing`` ``[H, N]`` uint8 (1: the unit
     must be gathered into its slot before use), ``left_out`` ``[H]`` float32: the share of predicted
-    mass not chosen, softmax of the scores over blocks.
+    mass not chosen, softmax over blocks of ``shares`` ``[H, B]`` float32 (``scores``, or what is
+    less partial than they are).
     """
 
     scores: Tensor
+    shares: Tensor
     k: int
     pinned: I32 | Tensor
     cache: UnitCache

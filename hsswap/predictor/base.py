@@ -31,7 +31,8 @@ I64 = NDArray[np.int64]
 class ScoreRequest:
     """One query row ``[Q, dk]`` BF16 against a sequence's full blocks, to ``scores`` ``[H, B]``
     float32. ``code_index`` ``[B]`` is what :meth:`Predictor.code_index` gave, there or on the
-    device. The rest is as in :class:`ScoreCodesWork`.
+    device. The rest is as in :class:`ScoreCodesWork`; a predictor that does not remember leaves
+    ``uncorrected`` as it is.
     """
 
     queries: Tensor
@@ -41,6 +42,7 @@ class ScoreRequest:
     memory: ScoreMemory
     first: bool
     last: Attended | None
+    uncorrected: Tensor
 
 
 class Predictor(ABC):

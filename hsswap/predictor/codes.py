@@ -95,6 +95,7 @@ class CodesPredictor(Predictor):
             first=request.first,
             last=request.last,
             scores=request.scores,
+            uncorrected=request.uncorrected,
         )
 
     def close(self) -> None:

@@ -11,6 +11,8 @@
 
 constexpr int PAGE_BLOCKS = 256;
 constexpr int PLANE_BITS = 16;
+constexpr float TRUST = 0.8f; // as in hsswap.codec
+constexpr float FADE = 0.9f;
 
 #define INFINITE __int_as_float(0x7f800000)
 

@@ -3,7 +3,7 @@
 //   level(t, d) = floor(sum over i of K[t, i] * encode[i, d] + bias[d]), within 0 .. 2^bits(d) - 1
 //   bit k of plane p of token t = bit bit_of[16 p + k] of level(t, dim_of[16 p + k])
 //
-// K [T, dk] BF16 at the start of unit h of a host slot (mapped memory); tables and codes as codes.cuh
+// K [T, dk] BF16 or FP16 at the start of unit h of a host slot (mapped memory); tables and codes as codes.cuh
 // says. Sums in float32, over i in order. Grid: thread blocks take (block, head) pairs in turn, a head's
 // all in a row, TILE tokens at a time; a thread is a code dim, then a word of a plane. Shared memory:
 // keys f32 [dk, TILE] and levels u8 [TILE, M + 4].
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
 #pragma unroll
                 for (int k = 0; k < WORDS; k++) {
                     int token = (at + k) / tables.dim;
-                    keys[(at + k) % tables.dim * TILE + token] = bf16_to_float(loaded.words[k]);
+                    keys[(at + k) % tables.dim * TILE + token] = half_to_float(loaded.words[k]);
                 }
             }
             __syncthreads();

@@ -2,109 +2,29 @@
 //
 //   predicted[q, b] = logsumexp over t of (constant[q] + sum over bits k of weights[q, k] bit(b, t, k)),
 //                     -inf for a block without a code
-//   mass[q, b]      = exact[q, j] where b is pinned block j and that is no NaN; else predicted[q, b] +
-//                     correction[q, b]; without a code lse[q, e] if the last step attended b as entry e
-//   partial[q, x]   = (maximum of the masses that thread block x has met, sum of their exponentials)
+//   mass[q, b]      = exact[q, j] where b is pinned block j and that is no NaN; else predicted[q, b];
+//                     without a code lse[q, e] if the last step attended b as entry e
+//   correction[q, b] = FADE times what it was; 0 where the mass is no prediction
+//   partial[q, x]   = (maximum of the masses that thread block x has met, sum of their exponentials, both of
+//                     masses and corrections)
 //
-// Codes as codes.cuh says; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1], mass [Q, B], partial
-// [Q, gridDim.x] float32 (pairs) in the workspace. Grid: (x, H, query groups of QUERIES); a warp a block.
+// Codes as codes.cuh says; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1], rows [B], mass [Q, B],
+// partial [Q, gridDim.x] float32 (four) in the workspace. Grid: (x, H, query groups of QUERIES); a warp CHUNK
+// blocks at a time, whose codes are in flight while the last ones are multiplied, and then a lane a
+// (block, query). Shared memory: 256 bytes a plane of a whole number of rounds, and 256 P of weights.
 //
-// With TILED a block's tokens are the rows of mma.m16n8k16: two planes side by side make 32-bit words of
-// a token, `word & 0x00010001 << k` are two FP16 numbers 2^(k - 24) or 0, and the columns are 4 queries'
-// weights, each as the sum of two FP16 numbers (22 bits). Lane (g, t) of a quad holds the planes 2 t and
-// 2 t + 1 of tokens 2 g and 2 g + 1, so that nothing is read twice; where a head has no more than two
-// pairs of planes, the lanes of a quad share a pair and each takes a part of its bits. T is a multiple
-// of 16 then. Without TILED: any T, a lane a token.
+// A block's tokens are the rows of mma.m16n8k16: two planes side by side make 32-bit words of a token,
+// `word & 0x00010001 << k` are two FP16 numbers 2^(k - 24) or 0, and the columns are 4 queries' weights,
+// each as the sum of two FP16 numbers (22 bits). Lane (g, t) of a quad holds the planes 2 t and 2 t + 1 of
+// tokens 2 g and 2 g + 1, so that nothing is read twice; where a head has no more than two pairs of
+// planes, the lanes of a quad share a pair and each takes a part of its bits. T is a multiple of 16;
+// codes_mass_any.cu is for any other.
 // NumPy reference: hsswap.codec.logits_of and log_mass.
-#include "codes.cuh"
+#include "codes_mass.cuh"
 
-#ifndef TILED
-#define TILED 1
-#endif
-
-struct Params {
-    Tables tables;
-    const u64* pages;
-    const int* code_index; // [B]
-    const float* weights;
-    const float* constant;
-    const float* exact;
-    const int* pinned;
-    const int* chosen; // [H, entries], null: nothing was attended
-    const float* lse;
-    float* predicted;
-    const float* correction;
-    float* mass;
-    float2* partial;
-    i64 row_bytes, memory_stride, chosen_stride, lse_stride;
-    int blocks, group, block_size, pinned_count, entries;
-};
-
-constexpr int THREADS = 256;
-constexpr int WARPS = THREADS / WARP;
-constexpr int QUERIES = 4;
-constexpr int BLOCKS_AN_SM = 4; // 64 registers a thread
-
-struct Sum {
-    float best, total;
-    __device__ __forceinline__ void add(float value) {
-        if (value > best) {
-            total = total * __expf(best - value) + 1.0f;
-            best = value;
-        } else if (value != -INFINITE) {
-            total += __expf(value - best); // NaN for NaN
-        }
-    }
-};
-
-// What block b is worth to query q = head * group + g in this step, and what is remembered of it.
-__device__ __forceinline__ float settle(const Params& p, int head, int q, int b, bool coded, float value) {
-    float own = coded ? value : -INFINITE;
-    p.predicted[q * p.memory_stride + b] = own;
-    float now = own + p.correction[q * p.memory_stride + b];
-    if (!coded && p.chosen != nullptr) {
-        for (int entry = 0; entry < p.entries; entry++) {
-            if (p.chosen[head * p.chosen_stride + entry] == b) {
-                now = p.lse[q * p.lse_stride + entry];
-            }
-        }
-    }
-    for (int j = 0; j < p.pinned_count; j++) {
-        if (p.pinned[j] == b) {
-            float exact = p.exact[q * (p.pinned_count + 1) + j];
-            now = exact == exact ? exact : now;
-        }
-    }
-    p.mass[static_cast<i64>(q) * p.blocks + b] = now;
-    return now;
-}
-
-// The sums of all warps' leaders to partial; q is -1 in lanes without a query.
-__device__ __forceinline__ void finish(const Params& p, int q, Sum sum) {
-    __shared__ Sum sums[QUERIES][WARPS];
-    int warp = threadIdx.x / WARP;
-    int g = lane_index();
-    if (g < QUERIES) {
-        sums[g][warp] = sum;
-    }
-    __syncthreads();
-    if (warp > 0 || g >= QUERIES || q < 0) {
-        return;
-    }
-    Sum all = sums[g][0];
-    for (int w = 1; w < WARPS; w++) {
-        Sum other = sums[g][w];
-        float top = fmaxf(all.best, other.best);
-        float shift = top == -INFINITE ? 0.0f : top;
-        all.total = all.total * __expf(all.best - shift) + other.total * __expf(other.best - shift);
-        all.best = top;
-    }
-    p.partial[q * gridDim.x + blockIdx.x] = make_float2(all.best, all.total);
-}
-
-#if TILED
-
+constexpr int BLOCKS_AN_SM = 2; // 128 registers a thread
 constexpr int STEPS = 8; // of mma for the bits of four pairs of planes
+constexpr int CHUNK = 8; // blocks of a warp at a time
 
 __device__ __forceinline__ u32 half_bits(float value) {
     u16 bits;
@@ -130,16 +50,20 @@ struct Share {
 };
 
 // B fragments of every step, column n = 2 * query + (0: high part, 1: low part), into shared memory.
-// Returns the number of steps; scale[g]: what a product is divided by.
-__device__ int make_fragments(const Params& p, int head, int first_query, int count, uint2* fragments,
-                              float* scale) {
-    int planes = p.tables.plane_count(head);
+// A round has room for STEPS. weights: QUERIES rows of them, in shared memory; scale[g]: what a product
+// is divided by.
+__device__ void make_fragments(const Params& p, int head, int first_query, int count, int planes,
+                              uint2* fragments, float* weights, float* scale) {
     int pairs = (planes + 1) / 2;
-    int bits = PLANE_BITS * p.tables.planes;
-    const float* weights = p.weights + static_cast<i64>(head * p.group + first_query) * bits;
+    int bits = PLANE_BITS * p.tables.planes; // weights past the head's own planes are 0
+    const float* from = p.weights + static_cast<i64>(head * p.group + first_query) * bits;
+    for (int at = threadIdx.x; at < QUERIES * bits; at += THREADS) {
+        weights[at] = at < count * bits ? from[at] : 0.0f;
+    }
+    __syncthreads();
     for (int g = threadIdx.x / WARP; g < QUERIES; g += WARPS) {
         float most = 0;
-        for (int k = lane_index(); g < count && k < PLANE_BITS * planes; k += WARP) {
+        for (int k = lane_index(); k < bits; k += WARP) {
             most = fmaxf(most, fabsf(weights[g * bits + k]));
         }
         for (int step = WARP / 2; step > 0; step /= 2) {
@@ -170,7 +94,7 @@ __device__ int make_fragments(const Params& p, int head, int first_query, int co
                     int plane = 2 * share.pair + side;
                     int bit = share.shift + 2 * step + half;
                     float weight = 0;
-                    if (plane < planes && g < count) {
+                    if (plane < planes) {
                         weight = weights[g * bits + plane * PLANE_BITS + bit] * scale[g];
                         // In its word the bit then counts 2^(place - 24).
                         u32 place = (2 * step + half) % 8;
@@ -183,10 +107,9 @@ __device__ int make_fragments(const Params& p, int head, int first_query, int co
             }
             fragments[(total + step) * WARP + lane] = make_uint2(parts[0], parts[1]);
         }
-        total += steps;
+        total += STEPS;
     }
     __syncthreads();
-    return total;
 }
 
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
@@ -196,44 +119,65 @@ __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
 
-// Words of planes 2 pair and 2 pair + 1 for tokens 2 g and 2 g + 1 of a tile.
-__device__ __forceinline__ uint2 words_of(const u16* tile, int pair, int planes, int block_size, int g) {
-    u32 low = 0;
-    u32 high = 0;
-    if (2 * pair < planes) {
-        low = *reinterpret_cast<const u32*>(tile + 2 * pair * block_size + 2 * g);
+// Of CHUNK blocks' tiles the planes 2 pair and 2 pair + 1 of a lane's two tokens, as they lie in memory.
+struct Loaded {
+    u32 low[CHUNK], high[CHUNK];
+};
+
+// Ask for them. codes: of block lane / 4 of the chunk, 0: none; a block without is read as if it were the
+// first one with, and what comes of it is not used.
+__device__ __forceinline__ void load(Loaded& loaded, u64 codes, int pair, int planes, int token,
+                                     int block_size) {
+    u32 coded = __ballot_sync(ALL, codes != 0);
+    if (coded == 0) {
+        return;
     }
-    if (2 * pair + 1 < planes) {
-        high = *reinterpret_cast<const u32*>(tile + (2 * pair + 1) * block_size + 2 * g);
+    codes = __shfl_sync(ALL, codes, codes != 0 ? lane_index() : __ffs(coded) - 1);
+    bool has_low = 2 * pair < planes;
+    bool has_high = 2 * pair + 1 < planes;
+    int offset = 2 * (2 * pair * block_size + token + lane_index() / 4 * 2);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        const u8* tile = reinterpret_cast<const u8*>(__shfl_sync(ALL, codes, 4 * i)) + offset;
+        loaded.low[i] = has_low ? *reinterpret_cast<const u32*>(tile) : 0;
+        loaded.high[i] = has_high ? *reinterpret_cast<const u32*>(tile + 2 * block_size) : 0;
     }
-    return make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
 }
 
-__device__ __forceinline__ void tile_logits(const u16* tile, int planes, int block_size,
-                                            const uint2* fragments, float (&sums)[4]) {
-    int lane = lane_index();
-    int pairs = (planes + 1) / 2;
-#pragma unroll 1
-    for (int first = 0; first < pairs; first += 4) {
-        Share share(first, pairs - first, lane % 4);
-        uint2 words = words_of(tile, share.pair, planes, block_size, lane / 4);
-        u32 x = words.x >> share.shift;
-        u32 y = words.y >> share.shift;
-        int steps = share.steps;
+// The products of one round of four pairs of planes. x, y: the words of a lane's two tokens.
+__device__ __forceinline__ void add_round(const u32 (&x)[CHUNK], const u32 (&y)[CHUNK], int steps,
+                                          const uint2* fragments, float (&sums)[CHUNK][4]) {
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            if (step == 4) { // the upper byte
-                x >>= 8;
-                y >>= 8;
-            }
-            if (step < steps) {
-                u32 low = 0x00010001u << (2 * step % 8);
-                u32 high = low << 1;
-                multiply(sums, x & low, y & low, x & high, y & high, fragments[lane]);
-                fragments += WARP;
+    for (int step = 0; step < STEPS; step++) {
+        if (step < steps) {
+            uint2 weights = fragments[step * WARP + lane_index()];
+            u32 low = 0x00010001u << (2 * step % 8);
+            u32 high = low << 1;
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                u32 a = step < 4 ? x[i] : x[i] >> 8;
+                u32 b = step < 4 ? y[i] : y[i] >> 8;
+                multiply(sums[i], a & low, b & low, a & high, b & high, weights);
             }
         }
     }
+}
+
+// Of a value a (block, lane) the maximum or the sum over lanes of equal lane % 4, block lane / 4's, by
+// halves: 7 exchanges for 8 blocks instead of 24.
+template <bool SUM> __device__ __forceinline__ float of_my_block(float (&values)[CHUNK]) {
+#pragma unroll
+    for (int half = CHUNK / 2; half > 0; half /= 2) {
+        bool upper = (lane_index() / 4 & half) != 0;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float mine = upper ? values[i + half] : values[i];
+            float other = upper ? values[i] : values[i + half];
+            other = __shfl_xor_sync(ALL, other, 4 * half);
+            values[i] = SUM ? mine + other : max_nan(mine, other);
+        }
+    }
+    return values[0];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
@@ -243,125 +187,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
-    int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
-    if (planes > 0) {
-        make_fragments(p, head, first_query, count, fragments, scale);
-    }
     int lane = lane_index();
-    int g = lane % 4; // the query whose logits the lane has
+    int g = lane % 4; // the lane's query
     int q = g < count ? head * p.group + first_query + g : -1;
+    int stride = gridDim.x * WARPS * CHUNK;
+    int begin = (blockIdx.x * WARPS + threadIdx.x / WARP) * CHUNK;
+    int mine = lane < p.pinned_count ? p.pinned[lane] : -1;
+    int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
+    u64 offset = planes == 0 ? 0 : 2ull * p.tables.first_plane(head) * p.block_size;
+    // Where the lane's block of a chunk has this head's codes, 0: nowhere.
+    auto codes_at = [&](int first) {
+        int b = first + lane / 4;
+        u64 row = b < p.blocks ? p.rows[b] : 0;
+        return row == 0 ? 0 : row + offset;
+    };
+    // Codes come a step before they are needed, and where they are another step before.
+    u64 here = codes_at(begin);
+    u64 next = codes_at(begin + stride);
+    Loaded loaded = {};
+    int pairs = (planes + 1) / 2;
+    load(loaded, here, Share(0, pairs, lane % 4).pair, planes, 0, p.block_size);
     float constant = planes > 0 && q >= 0 ? p.constant[q] : 0.0f;
+    if (planes > 0) {
+        float* weights = reinterpret_cast<float*>(fragments + (pairs + 3) / 4 * STEPS * WARP);
+        make_fragments(p, head, first_query, count, planes, fragments, weights, scale);
+    }
     float unit = planes > 0 ? 16777216.0f / scale[g] : 0.0f; // 2^24
-    int first_plane = planes > 0 ? p.tables.first_plane(head) : 0;
-    Sum sum{-INFINITE, 0.0f};
-    int stride = gridDim.x * WARPS;
-    for (int b = blockIdx.x * WARPS + threadIdx.x / WARP; b < p.blocks; b += stride) {
-        int index = p.code_index[b];
-        bool coded = index >= 0 && planes > 0;
+    Sums all{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
+    for (; begin < p.blocks; begin += stride) {
+        int b = begin + lane / 4; // the lane's block
+        bool is_mine = b < p.blocks && q >= 0;
+        u64 after = codes_at(begin + 2 * stride);
+        float correction = is_mine ? remembered(p, q, b) : 0.0f;
         float best = -INFINITE;
         float total = 0;
-        if (coded) {
-            const u16* codes = codes_of(p.pages, p.row_bytes, index, first_plane, p.block_size);
-            for (int first = 0; first < p.block_size; first += 16) {
-                float sums[4] = {};
-                tile_logits(codes + first, planes, p.block_size, fragments, sums);
-                // Columns 2 g and 2 g + 1 are the two parts of query g; rows lane / 4 and that + 8.
-                float one = (sums[0] + sums[1]) * unit;
-                float two = (sums[2] + sums[3]) * unit;
-                float top = max_nan(one, two);
+        if (__ballot_sync(ALL, here != 0) == 0) {
+            load(loaded, next, Share(0, pairs, lane % 4).pair, planes, 0, p.block_size);
+        } else {
+#pragma unroll 1
+            for (int token = 0; token < p.block_size; token += 16) {
+                float sums[CHUNK][4] = {};
+                const uint2* weights = fragments;
+#pragma unroll 1
+                for (int pair = 0; pair < pairs; pair += 4) {
+                    Share share(pair, pairs - pair, g);
+                    u32 x[CHUNK], y[CHUNK];
 #pragma unroll
-                for (int step = 4; step < WARP; step *= 2) {
-                    top = max_nan(top, __shfl_xor_sync(ALL, top, step));
+                    for (int i = 0; i < CHUNK; i++) {
+                        x[i] = __byte_perm(loaded.low[i], loaded.high[i], 0x5410) >> share.shift;
+                        y[i] = __byte_perm(loaded.low[i], loaded.high[i], 0x7632) >> share.shift;
+                    }
+                    bool last_pair = pair + 4 >= pairs;
+                    bool last_tile = token + 16 >= p.block_size;
+                    int pair2 = last_pair ? 0 : pair + 4;
+                    load(loaded, last_pair && last_tile ? next : here,
+                         Share(pair2, pairs - pair2, g).pair, planes,
+                         !last_pair ? token : last_tile ? 0 : token + 16, p.block_size);
+                    add_round(x, y, share.steps, weights, sums);
+                    weights += STEPS * WARP;
                 }
-                float more = __expf(one - top) + __expf(two - top);
+                float values[CHUNK];
 #pragma unroll
-                for (int step = 4; step < WARP; step *= 2) {
-                    more += __shfl_xor_sync(ALL, more, step);
+                for (int i = 0; i < CHUNK; i++) {
+                    // Columns 2 g and 2 g + 1 are the parts of query g; rows lane / 4 and that + 8.
+                    sums[i][0] = (sums[i][0] + sums[i][1]) * unit;
+                    sums[i][2] = (sums[i][2] + sums[i][3]) * unit;
+                    values[i] = max_nan(sums[i][0], sums[i][2]);
                 }
+                float top = of_my_block<false>(values);
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    float of_block = __shfl_sync(ALL, top, 4 * i + g);
+                    values[i] = __expf(sums[i][0] - of_block) + __expf(sums[i][2] - of_block);
+                }
+                float more = of_my_block<true>(values);
                 float both = max_nan(best, top);
                 total = total * __expf(best - both) + more * __expf(top - both);
                 best = both;
             }
         }
-        if (lane < 4 && q >= 0) {
-            sum.add(settle(p, head, q, b, coded, best + __logf(total) + constant));
+        bool near = p.pinned_count > WARP || __any_sync(ALL, mine >= begin && mine < begin + CHUNK);
+        if (is_mine) {
+            settle(p, head, q, b, here != 0, best + __logf(total) + constant, correction, near, all);
         }
+        here = next;
+        next = after;
     }
-    finish(p, q, sum);
+    // The lanes of a query together.
+    for (int step = 4; step < WARP; step *= 2) {
+        Sums other;
+        other.plain = {__shfl_xor_sync(ALL, all.plain.best, step),
+                       __shfl_xor_sync(ALL, all.plain.total, step)};
+        other.corrected = {__shfl_xor_sync(ALL, all.corrected.best, step),
+                           __shfl_xor_sync(ALL, all.corrected.total, step)};
+        all.merge(other);
+    }
+    finish(p, q, all);
 }
-
-#else
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
-    codes_mass(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) float4 weights[]; // [16 P], a query a component
-    int head = blockIdx.y;
-    int first_query = blockIdx.z * QUERIES;
-    int count = min(QUERIES, p.group - first_query);
-    int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
-    int bits = PLANE_BITS * p.tables.planes;
-    for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
-        const float* row = p.weights + static_cast<i64>(head * p.group + first_query) * bits + k;
-        weights[k] = make_float4(row[0], count > 1 ? row[bits] : 0, count > 2 ? row[2 * bits] : 0,
-                                 count > 3 ? row[3 * bits] : 0);
-    }
-    __syncthreads();
-    int lane = lane_index();
-    int first_plane = planes > 0 ? p.tables.first_plane(head) : 0;
-    int q = lane < count ? head * p.group + first_query + lane : -1;
-    Sum sum{-INFINITE, 0.0f};
-    int stride = gridDim.x * WARPS;
-    for (int b = blockIdx.x * WARPS + threadIdx.x / WARP; b < p.blocks; b += stride) {
-        int index = p.code_index[b];
-        bool coded = index >= 0 && planes > 0;
-        float mine = -INFINITE;
-        if (coded) {
-            const u16* codes = codes_of(p.pages, p.row_bytes, index, first_plane, p.block_size);
-            Sum own[QUERIES];
-#pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                own[g] = Sum{-INFINITE, 0.0f};
-            }
-            for (int t = lane; t < p.block_size; t += WARP) {
-                float logits[QUERIES] = {};
-                for (int plane = 0; plane < planes; plane++) {
-                    u32 word = codes[plane * p.block_size + t];
-#pragma unroll
-                    for (int k = 0; k < PLANE_BITS; k++) {
-                        float bit = static_cast<float>(word >> k & 1u);
-                        float4 four = weights[plane * PLANE_BITS + k];
-                        logits[0] = fmaf(bit, four.x, logits[0]);
-                        logits[1] = fmaf(bit, four.y, logits[1]);
-                        logits[2] = fmaf(bit, four.z, logits[2]);
-                        logits[3] = fmaf(bit, four.w, logits[3]);
-                    }
-                }
-#pragma unroll
-                for (int g = 0; g < QUERIES; g++) {
-                    own[g].add(logits[g]);
-                }
-            }
-#pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                float top = own[g].best;
-                for (int step = WARP / 2; step > 0; step /= 2) {
-                    top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-                }
-                float total = own[g].best == -INFINITE ? own[g].total : own[g].total * __expf(own[g].best - top);
-                for (int step = WARP / 2; step > 0; step /= 2) {
-                    total += __shfl_xor_sync(ALL, total, step);
-                }
-                if (lane == g) {
-                    mine = top + __logf(total);
-                }
-            }
-        }
-        if (q >= 0) {
-            float constant = coded ? p.constant[q] : 0.0f;
-            sum.add(settle(p, head, q, b, coded, mine + constant));
-        }
-    }
-    finish(p, q, sum);
-}
-
-#endif

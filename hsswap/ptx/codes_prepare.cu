@@ -1,16 +1,18 @@
-// codes_prepare: what scores of one query need before the codes are read. Three jobs, by blockIdx.x, for
-// head blockIdx.y:
+// codes_prepare: what scores of one query need before the codes are read. Jobs, by blockIdx.x, for head
+// blockIdx.y:
 //
-//   0: weights[q, bit] = (sum over i of q[i] * query[dim_of[bit], i]) * 2^bit_of[bit], of each bit of a
-//      token's string, and constant[q] = sum over i of q[i] * centre[i], for the head's query group
-//   1 to pinned + 1: exact[q, j] = logsumexp of the logits of pinned block j, if the cache holds it, else
-//      NaN; and, last, of the block being filled, -inf without one
-//   more: correction[q, b] = TRUST * (lse[q, e] - predicted[q, b]) of a block b that the last step
-//      attended as its entry e, where that is finite, else FADE * correction[q, b]; 0 if `first`
+//   one a pinned block, and one more: exact[q, j] = logsumexp of the logits of pinned block j if the
+//     cache holds it, else NaN; and, last, of the block being filled, -inf without one
+//   one: correction[q, b] = TRUST * (lse[q, e] - predicted[q, b]) / FADE of a block b that the last step
+//     attended as its entry e, where that is finite: codes_mass fades all of them; 0 past the blocks if
+//     `first`
+//   one a query of the group and DIMS code dims: weights[q, k] = (sum over i of q[i] * query[dim_of[k],
+//     i]) * 2^bit_of[k] of each bit k of a token's string, and constant[q] = sum over i of q[i] * centre[i]
+//   the others: rows[b] = the address of block b's codes, 0 without
 //
-// queries [Q, dk] BF16 with byte strides; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1] float32
-// in the workspace. predicted and correction [Q, C] float32. A warp a code dim in job 0, a warp a
-// query in the next ones, a thread a block in the others. CHUNK: 16 where keys in units divide by it.
+// queries [Q, dk] BF16 or FP16 with byte strides; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1] float32,
+// rows [B] u64 in the workspace. predicted and correction [Q, C] float32. CHUNK: 16 where keys in units
+// divide by it.
 // NumPy reference: hsswap.driver.host_codes.score.
 #include "codes.cuh"
 
@@ -35,15 +37,20 @@ struct Params {
     float* weights;
     float* constant;
     float* exact;
+    u64* rows; // [blocks]
+    const u64* pages;
+    const int* code_index; // [blocks]
     i64 owner_stride, slot_stride, memory_stride, chosen_stride, lse_stride; // items
+    i64 row_bytes;
     int group, block_size, places, pinned_count, active_tokens, entries, blocks, remembered, first;
+    int slices;
     float scale, soft_cap;
 };
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr float TRUST = 0.8f;
-constexpr float FADE = 0.9f;
+constexpr int DIMS = 32; // code dims of a job
+constexpr int DIMS_A_WARP = DIMS / WARPS;
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
@@ -54,37 +61,47 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 __device__ __forceinline__ float query_at(const Params& p, int q, int i) {
-    return bf16_to_float(
+    return half_to_float(
         *reinterpret_cast<const u16*>(p.queries + q * p.query_stride + i * p.element_stride));
 }
 
-__device__ void make_weights(const Params& p, int head) {
-    __shared__ float of_dim[256];
+__device__ void make_weights(const Params& p, int head, int g, int slice) {
+    __shared__ float of_dim[DIMS];
     const Tables& tables = p.tables;
-    int lane = lane_index();
-    for (int g = 0; g < p.group; g++) {
-        int q = head * p.group + g;
-        __syncthreads(); // the last query's are used up
-        for (int d = threadIdx.x / WARP; d <= tables.most; d += WARPS) {
-            const float* row = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
-            float sum = 0;
-            for (int i = lane; i < tables.dim; i += WARP) {
-                sum = fmaf(query_at(p, q, i), row[i], sum);
-            }
-            sum = warp_sum(sum);
-            if (lane == 0) {
-                if (d < tables.most) {
-                    of_dim[d] = sum;
-                } else {
-                    p.constant[q] = sum;
-                }
+    int q = head * p.group + g;
+    int first = threadIdx.x / WARP * DIMS_A_WARP;
+    const float* rows[DIMS_A_WARP];
+    float sums[DIMS_A_WARP] = {};
+#pragma unroll
+    for (int k = 0; k < DIMS_A_WARP; k++) {
+        int d = slice * DIMS + first + k;
+        rows[k] = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
+    }
+#pragma unroll 4
+    for (int i = lane_index(); i < tables.dim; i += WARP) {
+        float of_query = query_at(p, q, i);
+#pragma unroll
+        for (int k = 0; k < DIMS_A_WARP; k++) {
+            sums[k] = fmaf(of_query, rows[k][i], sums[k]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < DIMS_A_WARP; k++) {
+        sums[k] = warp_sum(sums[k]);
+        if (lane_index() == 0) {
+            of_dim[first + k] = sums[k];
+            if (slice * DIMS + first + k == tables.most) {
+                p.constant[q] = sums[k];
             }
         }
-        __syncthreads();
-        int bits = PLANE_BITS * tables.planes;
-        int used = PLANE_BITS * tables.plane_count(head);
-        for (int bit = threadIdx.x; bit < bits; bit += THREADS) {
-            float value = of_dim[tables.dim_of(head)[bit]] * (1 << tables.bit_of(head)[bit]);
+    }
+    __syncthreads();
+    int bits = PLANE_BITS * tables.planes;
+    int used = PLANE_BITS * tables.plane_count(head);
+    for (int bit = threadIdx.x; bit < bits; bit += THREADS) {
+        int d = bit < used ? tables.dim_of(head)[bit] : 0;
+        if (d / DIMS == slice) {
+            float value = of_dim[d % DIMS] * (1 << tables.bit_of(head)[bit]);
             p.weights[q * bits + bit] = bit < used ? value : 0.0f;
         }
     }
@@ -98,13 +115,13 @@ __device__ __forceinline__ void load_eight(const u16* from, float (&values)[8]) 
         u32 pairs[4] = {chunk.a, chunk.b, chunk.c, chunk.d};
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            values[2 * k] = bf16_low(pairs[k]);
-            values[2 * k + 1] = bf16_high(pairs[k]);
+            values[2 * k] = half_to_float(static_cast<u16>(pairs[k]));
+            values[2 * k + 1] = half_to_float(static_cast<u16>(pairs[k] >> 16));
         }
     } else {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            values[k] = bf16_to_float(from[k]);
+            values[k] = half_to_float(from[k]);
         }
     }
 }
@@ -194,17 +211,13 @@ __device__ void exact_masses(const Params& p, int head, int column) {
     }
 }
 
-__device__ void correct(const Params& p, int head, int slice, int slices) {
-    int length = (p.remembered + slices - 1) / slices;
-    int begin = slice * length;
-    int end = min(p.remembered, begin + length);
-    for (int g = 0; g < p.group; g++) {
+__device__ void correct(const Params& p, int head) {
+    for (int g = 0; p.first && g < p.group; g++) {
         float* row = p.correction + (head * p.group + g) * p.memory_stride;
-        for (int b = begin + threadIdx.x; b < end; b += THREADS) {
-            row[b] = p.first ? 0.0f : FADE * row[b];
+        for (int b = p.blocks + threadIdx.x; b < p.remembered; b += THREADS) {
+            row[b] = 0;
         }
     }
-    __syncthreads();
     if (p.first || p.chosen == nullptr) {
         return;
     }
@@ -212,28 +225,38 @@ __device__ void correct(const Params& p, int head, int slice, int slices) {
         int entry = at / p.group;
         int q = head * p.group + at % p.group;
         int b = p.chosen[head * p.chosen_stride + entry];
-        if (b >= begin && b < end && b < p.blocks) {
+        if (b >= 0 && b < p.blocks) {
             float shown =
                 TRUST * (p.lse[q * p.lse_stride + entry] - p.predicted[q * p.memory_stride + b]);
             if (isfinite(shown)) {
-                p.correction[q * p.memory_stride + b] = shown;
+                p.correction[q * p.memory_stride + b] = shown / FADE;
             }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+__device__ void find_rows(const Params& p, int b) {
+    if (b < p.blocks) {
+        int index = p.tables.base == nullptr ? -1 : p.code_index[b];
+        u64 row = index < 0 ? 0 : reinterpret_cast<u64>(codes_of(p.pages, p.row_bytes, index, 0, 0));
+        p.rows[b] = row;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     codes_prepare(const __grid_constant__ Params p) {
     int head = blockIdx.y;
     int job = blockIdx.x;
     int columns = p.pinned_count + 1;
-    if (job == 0) {
-        if (p.tables.base != nullptr) {
-            make_weights(p, head);
-        }
-    } else if (job <= columns) {
-        exact_masses(p, head, job - 1);
+    if (job < columns) {
+        exact_masses(p, head, job);
+    } else if (job == columns) {
+        correct(p, head);
+    } else if (job <= columns + p.group * p.slices) {
+        job -= columns + 1;
+        make_weights(p, head, job % p.group, job / p.group);
     } else {
-        correct(p, head, job - 1 - columns, gridDim.x - 1 - columns);
+        job -= columns + 1 + p.group * p.slices;
+        find_rows(p, (job * gridDim.y + head) * THREADS + threadIdx.x);
     }
 }

@@ -12,20 +12,21 @@ __device__ __forceinline__ u32 ordered(float value) {
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
+// A score as a number: -inf for NaN.
+__device__ __forceinline__ float number_of(float score) {
+    return score != score ? __uint_as_float(0xff800000u) : score;
+}
+
 // Scores as keys, kept in shared memory, or in global memory where they are too many.
 struct Keys {
     const float* scores;
     u32* kept;
     int count;
 
-    __device__ __forceinline__ float score(int block) const {
-        float value = scores[block];
-        return value != value ? __uint_as_float(0xff800000u) : value; // NaN: -inf
-    }
     __device__ __forceinline__ u32 key(int block) const { return kept[block]; }
     __device__ __forceinline__ void keep() {
         for (int block = threadIdx.x; block < count; block += THREADS) {
-            kept[block] = ordered(score(block));
+            kept[block] = ordered(number_of(scores[block]));
         }
     }
     // Pinned blocks are above all (+inf is 0xff800000). Any thread, once all keys are kept.
@@ -88,13 +89,12 @@ struct Threshold {
     u32 key, equal;
 };
 
-// bins: 4 x 256 zeros. found: 2 words. LAST 16: only the key's upper half is found, the lower is 0.
-template <int LAST = 0>
+// bins: 4 x 256 zeros. found: 2 words.
 __device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u32* bins,
                                                  u32* found) {
     u32 prefix = 0;
     u32 wanted = static_cast<u32>(count);
-    for (int shift = 24; shift >= LAST; shift -= 8, bins += 256) {
+    for (int shift = 24; shift >= 0; shift -= 8, bins += 256) {
         u32 above = shift == 24 ? 0 : ~0u << (shift + 8);
         for (int base = 0; base < keys.count; base += THREADS) {
             int block = base + threadIdx.x;
@@ -257,20 +257,21 @@ template <typename T, typename F> __device__ __forceinline__ T reduce(T value, F
     return value;
 }
 
-// Softmax of the scores, summed over blocks without a flag; in double, in a fixed order. With all
-// scores -inf every block counts the same; scores of +inf share everything. 0 if there are no blocks.
+// Softmax of the shares, summed over blocks without a flag; in double, in a fixed order. With all
+// shares -inf every block counts the same; shares of +inf have everything. 0 if there are no blocks.
 // parts: 3 x WARPS doubles.
-__device__ __forceinline__ float share_left_out(const Keys& keys, const u32* flags, double* parts) {
+__device__ __forceinline__ float share_left_out(const float* shares, int count, const u32* flags,
+                                                double* parts) {
     float best = __uint_as_float(0xff800000u);
-    for (int block = threadIdx.x; block < keys.count; block += THREADS) {
-        best = fmaxf(best, keys.score(block));
+    for (int block = threadIdx.x; block < count; block += THREADS) {
+        best = fmaxf(best, number_of(shares[block]));
     }
     best = reduce(best, [](float a, float b) { return fmaxf(a, b); },
                   reinterpret_cast<float*>(parts));
     bool is_finite = (__float_as_uint(best) & 0x7f800000u) != 0x7f800000u;
     double all = 0, left = 0;
-    for (int block = threadIdx.x; block < keys.count; block += THREADS) {
-        float score = keys.score(block);
+    for (int block = threadIdx.x; block < count; block += THREADS) {
+        float score = number_of(shares[block]);
         float weight = is_finite ? expf(score - best) : (score == best ? 1.0f : 0.0f);
         all += weight;
         left += (flags[block / 32] >> block % 32 & 1u) != 0 ? 0.0f : weight;
@@ -278,5 +279,5 @@ __device__ __forceinline__ float share_left_out(const Keys& keys, const u32* fla
     auto add = [](double a, double b) { return a + b; };
     all = reduce(all, add, parts + WARPS);
     left = reduce(left, add, parts + 2 * WARPS);
-    return keys.count == 0 ? 0.0f : static_cast<float>(left / all);
+    return count == 0 ? 0.0f : static_cast<float>(left / all);
 }

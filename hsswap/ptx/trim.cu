@@ -2,7 +2,7 @@
 //
 // A chosen block that is not pinned is given up if the shares of it and of all worse ones (lower score, of
 // equal ones the higher block) fit under `bound` beside what is left out already, and `least` better ones
-// stay. Shares are the softmax of the scores over blocks; NaN counts as -inf. One thread block a KV head:
+// stay. Shares are a softmax over blocks; NaN counts as -inf. One thread block a KV head:
 // each thread looks at one entry and sums over all of them, in entry order, so that nothing depends on
 // timing. Shared memory: a score and a share an entry, 8 N bytes.
 // What is computed: hsswap.driver.operations.TrimWork; NumPy reference hsswap.driver.host_select.trim.
@@ -10,6 +10,7 @@
 
 struct Params {
     const float* scores;
+    const float* shares;
     const int* pinned;
     const int* slots; // the cache's, [H, C]
     int* owner;
@@ -18,7 +19,7 @@ struct Params {
     u8* missing;
     float* left_out;
     i64 score_stride, slots_stride, owner_stride, chosen_stride, chosen_slots_stride, missing_stride;
-    i64 left_out_stride; // elements
+    i64 share_stride, left_out_stride; // elements
     int blocks, count, places, pinned_count, least;
     float bound;
 };
@@ -27,10 +28,7 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 #define INFINITE __int_as_float(0x7f800000)
 
-__device__ __forceinline__ float score_of(const Params& p, int h, int block) {
-    float value = p.scores[h * p.score_stride + block];
-    return value != value ? -INFINITE : value;
-}
+__device__ __forceinline__ float number_of(float value) { return value != value ? -INFINITE : value; }
 
 // The weight of a score in the softmax; with no finite best one, all best scores count the same.
 __device__ __forceinline__ float weight_of(float score, float best) {
@@ -60,14 +58,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int h = blockIdx.x;
     float* scores = entries;            // [N]; NaN: pinned
     float* shares = entries + p.count;  // [N]
+    const float* own_scores = p.scores + h * p.score_stride;
+    const float* own_shares = p.shares + h * p.share_stride;
     float best = -INFINITE;
     for (int b = threadIdx.x; b < p.blocks; b += THREADS) {
-        best = fmaxf(best, score_of(p, h, b));
+        best = fmaxf(best, number_of(own_shares[b]));
     }
     best = over_all<false>(best, parts);
     float total = 0;
     for (int b = threadIdx.x; b < p.blocks; b += THREADS) {
-        total += weight_of(score_of(p, h, b), best);
+        total += weight_of(number_of(own_shares[b]), best);
     }
     total = over_all<true>(total, parts);
     int* chosen = p.chosen + h * p.chosen_stride;
@@ -76,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int j = 0; j < p.pinned_count; j++) {
             is_pinned |= p.pinned[j] == chosen[e];
         }
-        float score = score_of(p, h, chosen[e]);
+        float score = number_of(own_scores[chosen[e]]);
         scores[e] = is_pinned ? __int_as_float(0x7fc00000) : score;
-        shares[e] = weight_of(score, best) / total;
+        shares[e] = weight_of(number_of(own_shares[chosen[e]]), best) / total;
     }
     float left_out = p.left_out[h * p.left_out_stride];
     __syncthreads();

@@ -25,6 +25,7 @@ from hsswap.driver.codes_operations import (
 )
 from hsswap.driver.operations import UnitCache
 from hsswap.errors import ArgumentError
+from hsswap.halves import widen
 from tests.driver.rig import Rig, random_codes
 
 F64 = np.float64
@@ -43,11 +44,11 @@ class Case:
         self.codecs = tuple(self._codec(dim, n) for n in planes)
         self.pool = rig.blocks(group, size, blocks + 3, fill=0xFF)
         self.slots = self.rng.permutation(blocks + 3)[:blocks].astype(np.int32)
-        self.keys = random_codes(self.rng, (blocks, heads, size, dim))
+        self.keys = random_codes(self.rng, (blocks, heads, size, dim), dtype=group.dtype)
         unit = self.pool.unit_bytes // 2
         memory = self.pool.memory.array()[:, : 2 * heads * unit].view(np.uint16)
         memory = memory.reshape(-1, heads, unit)
-        memory[self.slots, :, : size * dim] = self.keys.reshape(blocks, heads, -1)
+        memory[self.slots, :, : size * dim] = self.keys.view(np.uint16).reshape(blocks, heads, -1)
         self.index = self.rng.permutation(2 * PAGE_BLOCKS)[:blocks].astype(np.int32)
         shape = (PAGE_BLOCKS, row_bytes_of(self.codecs, size))
         pages = tuple(rig.tensor(np.full(shape, 0xA5, np.uint8)) for _ in range(2))
@@ -93,13 +94,16 @@ class Case:
         none = np.empty(0, np.int32)
         return ScoreCodesWork(
             codes=self.codes,
-            queries=self.rig.tensor(random_codes(self.rng, (q, self.group.head_dim))),
+            queries=self.rig.tensor(
+                random_codes(self.rng, (q, self.group.head_dim), dtype=self.group.dtype)
+            ),
             code_index=self.index[:count],
             resident=Resident(self.units, None, none, np.zeros(heads, np.int32), 0),
             memory=ScoreMemory(self.rig.tensor(poison), self.rig.tensor(poison)),
             first=True,
             last=None,
             scores=self.rig.tensor(np.full((heads, count), np.nan, np.float32)),
+            uncorrected=self.rig.tensor(np.full((heads, count), np.nan, np.float32)),
         )
 
     def score(self, work: ScoreCodesWork) -> Array:
@@ -114,7 +118,7 @@ class Case:
         group = self.group.group_size
         sums = []
         for head, own in enumerate(self.codecs):
-            q = bf16.to_float32(queries[head * group : (head + 1) * group])
+            q = widen(queries[head * group : (head + 1) * group], self.group.dtype)
             sums.append(np.abs(q @ own.query) @ (2.0**own.bits - 1) + np.abs(q @ own.centre))
         return float(np.max(sums))
 
@@ -124,7 +128,7 @@ class Case:
         group = self.group.group_size
         for head, own in enumerate(self.codecs):
             levels = codec.unpack(own, self.stored(head)).astype(F64)
-            q = bf16.to_float32(queries[head * group : (head + 1) * group]).astype(F64)
+            q = widen(queries[head * group : (head + 1) * group], self.group.dtype).astype(F64)
             logits = (
                 np.einsum("btm,gm->gbt", levels, q @ own.query) + (q @ own.centre)[:, None, None]
             )
@@ -151,6 +155,7 @@ GROUPS = [
     (LayerGroup(1, 6, 3, 24, value_dim=8, aux_bytes=6), 8, [1, 2, 5]),
     (LayerGroup(1, 2, 2, 8), 1, [1, 3]),
     (LayerGroup(1, 10, 2, 256, soft_cap=5.0), 64, [20, 1]),
+    (LayerGroup(1, 4, 2, 40, dtype="f16"), 16, [2, 3]),
 ]
 
 
@@ -161,7 +166,7 @@ def test_codes_are_those_of_the_keys(
     case = Case(rig, group, size, 41, planes)
     case.encode()
     for head, own in enumerate(case.codecs):
-        keys = bf16.to_float32(case.keys[:, head]).astype(F64)
+        keys = widen(case.keys[:, head], group.dtype).astype(F64)
         exact = keys @ own.encode.astype(F64) + own.bias
         levels = codec.unpack(own, case.stored(head))
         top = 2.0**own.bits - 1
@@ -189,8 +194,9 @@ def test_scores_are_logs_of_shares(
     scores = case.score(work)
     mass = case.log_mass(work.queries.array())[:, :blocks]
     wanted = _log_share(mass, np.full((group.q_heads, 1), -np.inf), group.group_size)
-    # Float32 sums of terms that cancel: tensor cores cut where others round.
-    tolerance = 2e-5 + 1e-6 * case.largest_terms(work.queries.array())
+    # Float32 sums of terms that cancel: where others round, tensor cores cut, twice for 16 bits.
+    cuts = 2 * max(planes)
+    tolerance = 2e-5 + cuts * 2.0**-23 * case.largest_terms(work.queries.array())
     assert np.abs(scores - wanted).max() < tolerance
     assert np.abs(work.memory.predicted.array()[:, :blocks] - mass).max() < tolerance
 
@@ -236,6 +242,7 @@ def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
     mass[:2, 13] = exact[:2, 1]
     wanted = _log_share(mass, exact[:, 2:], 2)
     assert np.abs(scores - wanted).max() < 1e-4
+    assert np.abs(work.uncorrected.array() - scores).max() < 1e-6 * np.abs(scores).max()
 
 
 def test_lists_that_the_device_holds(rig: Rig) -> None:
@@ -279,6 +286,8 @@ def test_what_the_last_step_found_corrects_and_new_blocks_start_anew(rig: Rig) -
                 correction[q, block] = codec.TRUST * (lse[q, entry] - before[q, block])
     nothing = np.full((4, 1), -np.inf)
     assert np.abs(case.score(second) - _log_share(mass + correction, nothing, 2)).max() < 1e-4
+    plain = second.uncorrected.array() - _log_share(mass, nothing, 2)
+    assert np.abs(plain).max() < 1e-4
     third = replace(case.work(30), memory=first.memory, first=False)
     mass = case.log_mass(third.queries.array())
     wanted = _log_share(mass + codec.FADE * correction, nothing, 2)

@@ -60,6 +60,7 @@ def select_on(
         ]
         work = SelectWork(
             tensor(scores),
+            tensor(scores[:, ::-1].copy()),
             k,
             rng.permutation(blocks)[:pinned].astype(np.int32),
             cache,

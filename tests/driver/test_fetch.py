@@ -199,6 +199,7 @@ class TopK:
         )
         self.select = SelectWork(
             scores=self.score.scores,
+            shares=self.score.scores,
             k=k,
             pinned=tensor(np.array([0], np.int32)),
             cache=self.cache,
@@ -344,6 +345,7 @@ def test_what_the_device_holds_ranks_and_chooses_the_same(rig: Rig) -> None:
             work = replace(
                 step.select,
                 scores=scores if step is given else held.score.scores,
+                shares=scores if step is given else held.score.scores,
                 k=5 if step is given else 4,
                 pinned=wide if step is given else rig.tensor(wide),
                 step=turn if step is given else held.select.step,

@@ -13,7 +13,9 @@ from tests.driver.rig import Rig
 HEADS, PLACES = 3, 40
 
 
-def choose(rig: Rig, scores: np.ndarray, pinned: list[int], k: int) -> TrimWork:
+def choose(
+    rig: Rig, scores: np.ndarray, pinned: list[int], k: int, shares: np.ndarray | None = None
+) -> TrimWork:
     """Select, and the trim behind it, with bound 0 and none to be kept."""
     count = len(pinned) + k
 
@@ -29,6 +31,7 @@ def choose(rig: Rig, scores: np.ndarray, pinned: list[int], k: int) -> TrimWork:
     )
     work = SelectWork(
         scores=rig.tensor(scores),
+        shares=rig.tensor(scores if shares is None else shares),
         k=k,
         pinned=np.array(pinned, np.int32),
         cache=cache,
@@ -45,6 +48,7 @@ def choose(rig: Rig, scores: np.ndarray, pinned: list[int], k: int) -> TrimWork:
     rig.stream.synchronize()
     return TrimWork(
         scores=work.scores,
+        shares=work.shares,
         pinned=work.pinned,  # type: ignore[arg-type]
         bound=0.0,
         least=0,
@@ -70,20 +74,21 @@ def test_only_what_the_bound_needs(rig: Rig, bound: float, least: int, blocks: i
     scores = (random.standard_normal((HEADS, blocks)) * 3).astype(np.float32)
     scores[1, 5:20] = scores[1].max() - 1  # equal ones
     pinned, k = [0, blocks - 2, blocks - 1], 12
-    work = choose(rig, scores, pinned, k)
+    shares = (scores + random.standard_normal(scores.shape)).astype(np.float32)
+    work = choose(rig, scores, pinned, k, shares)
     before = work.chosen.array().copy()
     slots = work.chosen_slots.array().copy()
     held = random.random(before.shape) < 0.5  # as if these had been in the cache before
     work.missing.array()[held] = 0
     missing = work.missing.array().copy()
     trimmed = TrimWork(
-        work.scores, work.pinned, bound, least, work.cache, work.chosen, work.chosen_slots,
-        work.missing, work.left_out,
+        work.scores, work.shares, work.pinned, bound, least, work.cache, work.chosen,
+        work.chosen_slots, work.missing, work.left_out,
     )  # fmt: skip
     rig.device.trim(rig.stream, trimmed)
     rig.stream.synchronize()
     for head in range(HEADS):
-        share = shares_of(scores[head])
+        share = shares_of(shares[head])
         others = sorted(set(before[head].tolist()) - set(pinned))
         others.sort(key=lambda b: (-scores[head, b], b))
         kept = set(others)
@@ -112,7 +117,7 @@ def test_scores_that_are_no_numbers(rig: Rig) -> None:
     scores[2, 9] = 0
     work = choose(rig, scores, [0], 5)
     work = TrimWork(
-        work.scores, work.pinned, 0.5, 1, work.cache, work.chosen, work.chosen_slots,
+        work.scores, work.shares, work.pinned, 0.5, 1, work.cache, work.chosen, work.chosen_slots,
         work.missing, work.left_out,
     )  # fmt: skip
     rig.device.trim(rig.stream, work)
@@ -129,7 +134,7 @@ def test_wrong_arguments_are_refused(rig: Rig) -> None:
         rig.device.trim(
             rig.stream,
             TrimWork(
-                work.scores, work.pinned, 1.5, 1, work.cache, work.chosen, work.chosen_slots,
-                work.missing, work.left_out,
+                work.scores, work.shares, work.pinned, 1.5, 1, work.cache, work.chosen,
+                work.chosen_slots, work.missing, work.left_out,
             ),
         )  # fmt: skip
