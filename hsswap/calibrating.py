@@ -185,8 +185,6 @@ class Calibration:
             tensor_in(buffer, "u8", (blocks, block_bytes)),
             group,
         )
-        self._copies.append(copy)
-        into.count += len(places)
         # Rows go into units of a pool of their own, as K and, for want of another operation, as V.
         unit = tensor_in(buffer, "u8", (1, 4 * ROWS * dim))
         work = AppendWork(
@@ -198,9 +196,14 @@ class Calibration:
             blocks=BlockPool(copy.memory, group, ROWS),
             host_slots=np.arange(blocks, dtype=np.int32),
         )
-        self._swap.device.append(stream, work)
-        event = stream.record()
-        copy.event = event
+        try:
+            self._swap.device.append(stream, work)
+            event = copy.event = stream.record()
+        except BaseException:
+            self._swap.free_at_close(buffer)  # perhaps it is being filled all the same
+            raise
+        self._copies.append(copy)
+        into.count += len(places)
         event.call_when_done(lambda: self._swap.mailbox.post(lambda: self._arrived(copy)))
 
     def _arrived(self, copy: _Copy) -> None:

@@ -59,7 +59,7 @@ class LookingAhead(Capturing):
                 places = await _probable(self._swap, raw_stream, ranked, taken.row(0), full)
             if len(places):
                 blocks = Blocks(cache.pool, layer, full[places])
-                self._swap.retiring.keep(_read(self._swap, blocks))
+                self._swap.retiring.keep(_read(self._swap, blocks, self.ids[places]))
             return len(places)
 
 
@@ -133,12 +133,16 @@ async def _probable(
     return await found
 
 
-async def _read(swap: SwapState, blocks: Blocks) -> None:
-    """Bring blocks into the host tier, a tile at a time, where they stay as others do."""
+async def _read(swap: SwapState, blocks: Blocks, ids: I64) -> None:
+    """Bring blocks into the host tier, a tile at a time, where they stay as others do.
+
+    Nothing waits for it, so the sequence may be gone, and its ids another's, before a part's turn.
+    """
     step = swap.config.tile_blocks
     with suppress(HsswapError):  # an attend that needs such a block will meet it and say so
         for start in range(0, len(blocks.indices), step):
             part = replace(blocks, indices=blocks.indices[start : start + step])
+            swap.check_ids(ids[start : start + step])
             loaded = await swap.prefetcher.load(part)
             with swap.lock:
                 blocks.pool.tier.release(loaded.slots, scan=False)

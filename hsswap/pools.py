@@ -52,8 +52,9 @@ class GroupPool:
         tile = config.tile_blocks
         regions = 0 if device.reads_in_place(ANY_ROWS) else RING_REGIONS
         with ExitStack() as undo:
-            # Gathers into the ring run beside the caller's compute, in a stream of their own.
-            self.copies = undo.enter_context(device.stream()) if regions else None
+            # Gathers into the ring run beside the caller's compute, in a stream of their own, and
+            # urgent: attention of a prompt leaves no multiprocessor to who comes behind it.
+            self.copies = undo.enter_context(device.stream(urgent=True)) if regions else None
             # Memory before tables: for sizes that are far too large the device has an error.
             self.device_memory: Buffer = undo.enter_context(
                 device.allocate(device_count * group.kv_heads * unit_bytes)

@@ -23,7 +23,7 @@ from threading import RLock
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.errors import ClosedError, HsswapError
+from hsswap.errors import ClosedError, HsswapError, StaleBlockId
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
 from hsswap.metrics import Counters
@@ -79,8 +79,11 @@ class Loaded:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A caller in the queue for slots; ``admit`` tries once, under the lock."""
+    """A caller in the queue for slots; ``admit`` tries once, under the lock. ``indices``: of the
+    blocks that they are for.
+    """
 
+    indices: I64
     admit: Callable[[], bool]
     turn: asyncio.Future[None]
 
@@ -157,7 +160,9 @@ class Prefetcher:
             return True
 
         start = time.perf_counter()
-        await self._take_turn(admit, undo=lambda: self._release(blocks.pool, *admitted[0]))
+        await self._take_turn(
+            blocks.indices, admit, undo=lambda: self._release(blocks.pool, *admitted[0])
+        )
         slots, loads = admitted[0]
         missed = sum(map(len, loads.values()))
         try:
@@ -187,7 +192,9 @@ class Prefetcher:
                 taken.append(slots)
             return slots is not None
 
-        await self._take_turn(admit, undo=lambda: self.abandon(blocks.pool, taken[0]))
+        await self._take_turn(
+            blocks.indices, admit, undo=lambda: self.abandon(blocks.pool, taken[0])
+        )
         return taken[0]
 
     def abandon(self, pool: GroupPool, slots: I32) -> None:
@@ -211,7 +218,12 @@ class Prefetcher:
         return owner in self._plans
 
     def forget(self, indices: I64) -> None:
-        """Plan nothing of these ids any more: they are freed, and may be another's next."""
+        """Read nothing of these ids any more: they are freed, and may be another's next. Who waits
+        for slots for them is refused. Under the lock.
+        """
+        for waiter in self._waiters:  # a look-ahead: its sequence does not wait for it
+            if not waiter.turn.done() and np.isin(waiter.indices, indices).any():
+                waiter.turn.set_exception(StaleBlockId("a block was freed before it was read"))
         for plan in self._plans.values():
             for at, blocks in enumerate(plan):
                 kept = ~np.isin(blocks.indices, indices)
@@ -273,14 +285,16 @@ class Prefetcher:
             if not future.done():
                 future.set_result(None)
 
-    async def _take_turn(self, admit: Callable[[], bool], undo: Callable[[], None]) -> None:
+    async def _take_turn(
+        self, indices: I64, admit: Callable[[], bool], undo: Callable[[], None]
+    ) -> None:
         """Wait in line until ``admit`` succeeds; ``undo`` it if the caller was cancelled then."""
         if self._closed:
             raise ClosedError("the swap is closed; open a new one")
         with self._lock:
             if not self._waiters and admit():
                 return
-            waiter = _Waiter(admit, asyncio.get_running_loop().create_future())
+            waiter = _Waiter(indices, admit, asyncio.get_running_loop().create_future())
             self._waiters.append(waiter)
         self.pump()
         try:

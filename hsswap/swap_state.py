@@ -132,6 +132,10 @@ class SwapState:
             self.predictor.forget(new & np.int64(INDEX_MASK))
         return new
 
+    def check_ids(self, ids: I64) -> None:
+        """Raise StaleBlockId when one of the ids was freed."""
+        self._store.ids.check(ids)
+
     async def commit_ids(self, tokens: ArrayLike, ids: I64) -> None:
         """Write these blocks if they are not yet, name them by their tokens, make that durable."""
         await self.writes.settle()

@@ -11,7 +11,9 @@ import pytest
 
 from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, Rope, Sequence, SwapConfig, TopK
 from hsswap.bf16 import from_float32, to_float32
-from hsswap.errors import BlockIOError, ClosedError, ConfigError
+from hsswap.driver.base import Stream
+from hsswap.driver.operations import AppendWork
+from hsswap.errors import BlockIOError, ClosedError, ConfigError, DeviceError
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.predictor import CodesPredictor
 from tests.swap_cases import Case, random_case
@@ -278,6 +280,39 @@ async def test_a_swap_closed_or_a_call_cancelled_while_the_basis_is_made(
     if not turns % 2:
         with pytest.raises((ClosedError, asyncio.CancelledError)):
             await attending
+
+
+@pytest.mark.parametrize("call", ["append", "attend"])
+async def test_a_refused_copy_of_samples_holds_up_nobody(
+    case: Case, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with HighSpeedSwap.open(config(sequences=2), io=MemoryIO()) as swap:
+        shown, other = swap.sequence(top_k=TOP_K), swap.sequence(top_k=TOP_K)
+        if call == "attend":
+            await shown.append(0, case.keys[0][:96], case.values[0][:96])
+        enqueue = swap.device.append
+
+        def full(stream: Stream, work: AppendWork) -> None:
+            if work.blocks.memory.shape[0] != 96:  # no block of the swap's
+                raise DeviceError("the stream is full; wait")
+            enqueue(stream, work)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(swap.device, "append", full)
+            refused = (
+                shown.append(0, case.keys[0][:96], case.values[0][:96])
+                if call == "append"
+                else shown.attend(0, case.queries[0][:96])
+            )
+            with pytest.raises(DeviceError, match="full"):
+                await refused
+        for layer in range(LAYERS):
+            await other.append(layer, case.keys[layer][:800], case.values[layer][:800])
+        async with asyncio.timeout(20):
+            result = await other.attend(0, case.queries[0][799:800])
+            await result.done()
+        assert result.chosen is not None
+        check_row(case, 0, 799, np.asarray(result.out), result.chosen)
 
 
 async def test_the_next_process_scores_the_same(case: Case, tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hsswap import ArgumentError, HighSpeedSwap, TopK
-from hsswap.io.memory import MemoryIO
-from tests.swap_cases import Case, random_case
+from hsswap import ArgumentError, HighSpeedSwap, ModelDims, PredictorConfig, TopK
+from hsswap.io.ids import INDEX_MASK
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
+from hsswap.tiers import I32, I64
+from tests.swap_cases import Case, config_for, random_case
+from tests.swap_watch import fill, turns, until, watched
 from tests.test_codes_predictor import DIMS, TOKENS, TOP_K, config, prefill
 
 PROMPT, STEPS = 1200, 12
@@ -89,3 +94,48 @@ async def test_a_cancelled_look_harms_nothing(case: Case, turns: int) -> None:
         await asyncio.wait([looking])
         result = await sequence.attend(0, case.queries[0][PROMPT - 1 : PROMPT])
         await result.done()
+
+
+async def test_a_look_whose_sequence_is_gone_reads_nothing_of_the_next_owner() -> None:
+    """Its reads wait for slots while the ids are freed and given to another sequence."""
+    dims = ModelDims.uniform(layers=1, q_heads=6, kv_heads=2, head_dim=16)
+    case, gate = random_case(dims, 1600, seed=47), Gate()
+    query = case.queries[0][-1:]
+    settings = replace(
+        config_for(case, sequences=4, extra_device=17, capacity=10_000),
+        predictor=PredictorConfig(kind="projection"),
+    )
+    io = MemoryIO((Fault(FaultKind.HOLD, only="read", gate=gate),))
+    async with watched(settings, io=io) as swap:
+        looking = swap.sequence(top_k=TopK(3))
+        others = [swap.sequence(), swap.sequence()]
+        for sequence in (looking, *others):
+            await fill(sequence, case)
+        passing = swap.sequence()  # its blocks push the others' out of the host tier
+        await fill(passing, case)
+        await swap.flush()
+        await passing.close()
+        held = [asyncio.ensure_future(other.attend(0, query)) for other in others]
+        await until(gate.reached.is_set)
+        assert await looking.look_ahead(0, case.queries[0][100:101]) > 10
+        await turns(5)
+        freed = set(looking.ids & INDEX_MASK)
+        await looking.close()
+        tier, found = swap.pool[0].tier, []
+        take = tier.take
+
+        def watching(layer: int, indices: I64, *args: Any, **options: Any) -> I32 | None:
+            found.append(tier.lookup(layer, indices))
+            return take(layer, indices, *args, **options)
+
+        tier.take = watching  # type: ignore[method-assign]
+        heir = swap.sequence()
+        append = asyncio.ensure_future(heir.append(0, case.keys[0][:16], case.values[0][:16]))
+        await turns(5)
+        gate.opened.set()
+        for attend in held:
+            await (await asyncio.wait_for(attend, 20)).done()
+        await asyncio.wait_for(append, 20)
+        assert set(heir.ids & INDEX_MASK) <= freed
+        assert found
+        assert all((slots == -1).all() for slots in found), "two slots of one block"

@@ -7,6 +7,7 @@ launches.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -123,7 +124,9 @@ class TorchArms:
     async def waits(self, top_k: Arm) -> int:
         """See :class:`~hsswap.bench.decode_arms.Arms`. torch raises where it would wait."""
         assert isinstance(top_k, GraphArm)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it does not see every kind
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with counted_waits(self._swap) as waits:
                 for _ in range(TOKENS_A_SLICE):

@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hsswap.commands.interrupts import Interrupts
 
 Row = dict[str, Any]
 BLOCK = 16
-MEASURES = ("prefill", "decode", "call")
+MEASURES = ("prefill", "decode", "call", "captured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     rows: list[Row] = []
     with Lab.on(args.device) as lab:
         bench = _Bench(lab, sizes, args.quick, args.dir)
-        for name, measure in zip(MEASURES, (bench.prefill, bench.decode, bench.call), strict=True):
+        for name in MEASURES:
             if name in wanted:
-                rows += asyncio.run(measure())
+                rows += asyncio.run(getattr(bench, name)())
     result = {
         "bench": "overlap",
         "quick": bool(args.quick),
@@ -112,7 +112,8 @@ class _Bench:
             dims,
             tokens + BLOCK,
             device_slots=slots.get("device_slots", ring + layers),
-            host_slots=slots.get("host_slots", ring + blocks),
+            # A scan keeps twelve tiles out of the cache at most (tiers.HostTier).
+            host_slots=slots.get("host_slots", 6 * ring + blocks),
             tile_tokens=tile,
             device=self.lab.device,
             io="memory",
@@ -210,40 +211,53 @@ class _Bench:
 
     async def call(self) -> list[Row]:
         """O2: the public call with everything resident."""
-        s, lab = self.sizes, self.lab
-        blocks = s.call_tokens // BLOCK
-        ring = 2 * s.tile_tokens // BLOCK
-        config = self.config(1, s.call_tokens, device_slots=ring + blocks + 8, host_slots=2 * ring)
-        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
-            await fill(lab, swap, sequence, s.call_tokens - 1)  # and the row of a captured step
-            queries = lab.normal((1, s.q_heads, s.head_dim))
-            out = lab.arrays.for_swap(lab.arrays.new((1, s.q_heads, s.head_dim)))
+        async with self._resident() as (swap, sequence, queries, out):
 
             def enqueue() -> Any:
-                result = sequence.try_attend(0, queries, out, stream=lab.stream)
+                result = sequence.try_attend(0, queries, out, stream=self.lab.stream)
                 assert result is not None  # everything is resident
                 return result
 
             async def public() -> float:
                 async def many() -> None:
-                    for _ in range(s.calls):
+                    for _ in range(self.sizes.calls):
                         result = enqueue()
                     await result.done()
 
-                return await lab.seconds(many) / s.calls
+                return await self.lab.seconds(many) / self.sizes.calls
 
             with muted(swap) as recorder:
                 await enqueue().done()
+            arms = {"bare": self._bare(swap, recorder), "public": public}
+            turns = await Turns.of(arms, quick=self.quick)
+        return [call_row(f"{self._call_name}, eager", turns, 1.5)]
+
+    async def captured(self) -> list[Row]:
+        """O2: the same in captured steps."""
+        async with self._resident() as (swap, sequence, queries, out), AsyncExitStack() as undo:
+            with muted(swap) as recorder:
+                result = await sequence.attend(0, queries, out, stream=self.lab.stream)
+                await result.done()
             bare = self._bare(swap, recorder)
-            eager = await Turns.of({"bare": bare, "public": public}, quick=self.quick)
-            async with AsyncExitStack() as undo:
-                again = await self._captured(swap, sequence, (queries, out), undo)
-                captured = await Turns.of({"bare": bare, "public": again}, quick=self.quick)
-        name = f"attend of 1 row over {s.call_tokens} tokens"
-        return [
-            call_row(f"{name}, eager", eager, 1.5),
-            call_row(f"{name}, captured", captured, 1.1),
-        ]
+            public = await self._captured(swap, sequence, (queries, out), undo)
+            turns = await Turns.of({"bare": bare, "public": public}, quick=self.quick)
+        return [call_row(f"{self._call_name}, captured", turns, 1.1)]
+
+    @property
+    def _call_name(self) -> str:
+        return f"attend of 1 row over {self.sizes.call_tokens} tokens"
+
+    @asynccontextmanager
+    async def _resident(self) -> AsyncIterator[tuple[HighSpeedSwap, Sequence, Any, Any]]:
+        """A sequence with all its blocks in device slots, a query and an output."""
+        s, lab = self.sizes, self.lab
+        ring = 2 * s.tile_tokens // BLOCK
+        slots = ring + s.call_tokens // BLOCK + 8
+        config = self.config(1, s.call_tokens, device_slots=slots, host_slots=2 * ring)
+        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+            await fill(lab, swap, sequence, s.call_tokens - 1)  # and the row of a captured step
+            queries = lab.normal((1, s.q_heads, s.head_dim))
+            yield swap, sequence, queries, lab.arrays.for_swap(lab.arrays.new(queries.shape))
 
     async def _captured(
         self,

@@ -128,9 +128,17 @@ def _measure(args: argparse.Namespace, folder: Path, people: TextIO) -> Row:
         "kv_heads": model.config.kv_heads,
         "unit_bytes": 64 * model.config.head_dim,
         "resident": "block 0 and the last 128 tokens",
+        "text": None if args.text is None else _about_text(args.text),
         **rows,
         "means": means(rows["selection"], rows["end_to_end"]),
     }
+
+
+def _about_text(path: Path) -> Row:
+    """Which file it was."""
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    return {"name": path.name, "bytes": len(content), "sha256": digest}
 
 
 class _Run:

@@ -37,7 +37,7 @@ class Codes:
         remembers: bool = True,
     ) -> None:
         self.name = f"codes {RATIOS[ratio]}"
-        self.name += f", learned from {other.context.name}" if other else ""
+        self.name += ", learned from another kind of text" if other else ""
         self.name += "" if queries else ", no queries"
         self.name += "" if remembers else ", no memory"
         self.remembers = remembers

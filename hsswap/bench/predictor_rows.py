@@ -72,7 +72,6 @@ def methods(adapter: Trace, other: Trace) -> list[Method]:
         *wrong,
         Codes(1 / 32, queries=False),
         Codes(1 / 32, remembers=False),
-        Codes(1 / 16, remembers=False),
         Projection(8),
         Projection(32),
         KvSwap(8, adapter),
@@ -91,7 +90,7 @@ def methods(adapter: Trace, other: Trace) -> list[Method]:
     return [Method(selector, KS) for selector in selectors] + rest
 
 
-MORE_BLOCKS = ("oracle", "codes 1/32", "codes 1/16", "KVSwap, sigma 8")
+MORE_BLOCKS = ("oracle", "codes 1/32", "KVSwap, sigma 8")
 """Run end to end with every k; the others with the first alone, for the time it takes."""
 
 

@@ -212,10 +212,20 @@ def arm_of(
             for wanted, mine in zip(expected, made, strict=True):
                 wanted += mine
         if made != expected:
-            raise VerifyError(f"{way.name} makes other tokens than plain decoding; report it")
+            pairs = enumerate(zip(made, expected, strict=True))
+            places = [(s, _first_other(mine, plain)) for s, (mine, plain) in pairs if mine != plain]
+            raise VerifyError(
+                f"{way.name} makes other tokens than plain decoding (sequence, token: {places}); "
+                "report it"
+            )
         return seconds / told.tokens
 
     return run
+
+
+def _first_other(mine: list[int], plain: list[int]) -> int:
+    """Where two lists begin to differ."""
+    return next((i for i, (a, b) in enumerate(zip(mine, plain, strict=False)) if a != b), -1)
 
 
 def prompts_of(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:

@@ -204,8 +204,10 @@ class Device(Closeable):
         """
 
     @abstractmethod
-    def stream(self, handle: object | None = None) -> Stream:
+    def stream(self, handle: object | None = None, *, urgent: bool = False) -> Stream:
         """A new stream, or with ``handle`` the caller's own, which closing does not destroy.
+
+        ``urgent``: work of a new stream gets multiprocessors before that of other streams.
 
         ``handle``: an int, an object with ``__cuda_stream__``, or a :class:`Stream` of this device.
         Raises ArgumentError for anything else or a stream of another device.

@@ -66,6 +66,7 @@ ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
     ("project", {"CHUNK": 8}),
     ("score", {"CHUNK": 8}),
     ("select", {}),
+    ("select_few", {"KEYS": 2}),
     ("copy_words", {}),
     ("fetch", {"CHUNK": 16}),
     ("checksum", {}),
@@ -136,21 +137,16 @@ class CudaDevice(Device):
             self._buffers.add(buffer)
         return buffer
 
-    def stream(self, handle: object | None = None) -> Stream:
+    def stream(self, handle: object | None = None, *, urgent: bool = False) -> Stream:
         """A new stream, or the caller's own by its handle.
 
         What hsswap keeps for a caller's handle (a ring, a workspace: 3 MiB) stays until the device
         closes.
         """
         self._check_open()
-        driver = self.context.driver
         with self._lock, self.context:
             is_new = handle is None
-            if handle is None:
-                flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-                number = int(checked(driver.cuStreamCreate(flags), f"{self.name}: cuStreamCreate"))
-            else:
-                number = handle_number(handle)
+            number = self._new_stream(urgent) if handle is None else handle_number(handle)
             state = self._states.get(number)
             if state is None or state.closed:
                 if not is_new:
@@ -160,6 +156,14 @@ class CudaDevice(Device):
             stream = CudaStream(state, self._forget_stream, owner=is_new)
             self._streams.add(stream)
         return stream
+
+    def _new_stream(self, urgent: bool) -> int:
+        driver, what = self.context.driver, f"{self.name}: cuStreamCreate"
+        flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if not urgent:
+            return int(checked(driver.cuStreamCreate(flags), what))
+        _, greatest = checked(driver.cuCtxGetStreamPriorityRange(), what)
+        return int(checked(driver.cuStreamCreateWithPriority(flags, greatest), what))
 
     def _check_handle(self, number: int) -> None:
         """Refuse a stream of another context."""

@@ -82,6 +82,7 @@ def enqueue_attend(
     fused = end is not None and end.block_mass is None
     decode = plan_decode(device, work, shape)
     if decode is not None:
+        fused = fused or (end is not None and decode.cluster > 0)
         launch_decode(device, stream, work, shape, decode, end if fused else None)
     else:
         wide = uses_wide(device, work, shape)
@@ -90,7 +91,7 @@ def enqueue_attend(
         if wide:
             _launch_wide(device, stream, work, shape, last)
         _launch_tiles(device, stream, work, shape, wide, last)
-    if work.block_lse is not None and shape.entries:
+    if work.block_lse is not None and shape.entries and decode is None:
         grid = Grid(-(-shape.entries // _WARPS_A_BLOCK), min(shape.rows_in_state, 65535))
         params = attend_params(device, stream, work, shape, parts=0)
         constants = span_constants(work.units.group, work.units.block_size) | page_constants(work)

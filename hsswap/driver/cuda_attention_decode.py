@@ -44,24 +44,17 @@ class Decode:
     blocks_a_sm: int = 1
 
     @property
-    def leaf_parts(self) -> bool:
-        """Whether the parts that are folded in the end are leaves, not spans."""
-        return self.leaf_warps > 1 or (self.cluster > 0 and not self.whole_spans)
-
-    @property
     def together(self) -> int:
         """Leaves of a thread block at a time."""
         return self.warps // self.leaf_warps
 
     def parts(self, shape: Shape) -> int:
         """Parts of a (sequence, KV head) that are folded in the end."""
-        return shape.leaves if self.leaf_parts else shape.spans
+        return shape.leaves if self.cluster and not self.whole_spans else shape.spans
 
     def shares(self, shape: Shape) -> int:
         """Thread blocks, or clusters of them, of a (sequence, KV head)."""
-        if self.cluster:
-            return 1
-        return -(-shape.leaves // self.together) if self.leaf_parts else shape.spans
+        return 1 if self.cluster else shape.spans
 
     def shared_bytes(self, shape: Shape, head_dim: int, group_size: int) -> int:
         """Shared memory of a thread block: attention.cu says what lies there."""
@@ -71,9 +64,8 @@ class Decode:
         if not self.cluster:
             return rings + 64 * self.warps
         owned = group_size * head_dim // self.cluster
-        folds = shape.spans * (group_size * 8 + owned * 4) if self.leaf_parts else 0
-        arrived = self.parts(shape) * (owned * 4 + group_size * 8)
-        return max(rings, folds) + arrived
+        # Folds take the rings' place: 20 KiB at most, where rings have 32 (12 and 16 at d 64).
+        return rings + self.parts(shape) * (owned * 4 + group_size * 8)
 
     def constants(self) -> dict[str, int | str]:
         """As -D options."""
@@ -170,7 +162,7 @@ def launch_decode(
     plan: Decode,
     end: FinalizeWork | None,
 ) -> None:
-    """Launch attend_decode, and what folds its parts if they are in memory."""
+    """Launch attend_decode, and merge_decode if its parts are in memory."""
     group = work.units.group
     params = attend_params(
         device, stream, work, shape, plan.parts(shape), end, partial=not plan.cluster
@@ -186,12 +178,13 @@ def launch_decode(
         shared,
         params,
         cluster=max(1, plan.cluster),
+        follows=True,
     )
     if not plan.cluster:
         slices = group.head_dim // MERGE_DIMS
         device.launch(
             stream,
-            "merge_leaves" if plan.leaf_parts else "merge_decode",
+            "merge_decode",
             dim_constants(group, work.units.block_size),
             Grid(shape.rows_in_state * slices),
             Grid(MERGE_THREADS),

@@ -26,12 +26,12 @@ from hsswap.driver.tensor import Tensor, contiguous_strides
 from hsswap.errors import ArgumentError, DeviceError
 
 LEAF_TOKENS = 128
+MOST_LENGTH = (1 << 31) - 1  # that travels with the parameters
 WIDE_PAIRS = 128
 RESERVED_BYTES = 1 << 16
 """The first bytes of a stream's workspace are other operations' counters."""
 
-MOST_LENGTH = (1 << 31) - 1  # that travels with the parameters
-_ATTEND = struct.Struct("<16Q11qQ6q12i2f")
+_ATTEND = struct.Struct("<17Q11qQ6q12i2f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ def attend_params(
         work.state.total.address,
         work.state.weighted.address,
         address_of(work.block_lse),
+        0 if end is None else address_of(end.block_mass),
         part_rows,
         part_sums,
         done,

@@ -16,6 +16,9 @@ from hsswap.driver.cuda_stream import PARAM_BYTES, StreamState
 from hsswap.driver.nvrtc import Compiler
 from hsswap.errors import DeviceError
 
+PROGRAMMATIC = (9, 0)
+"""Compute capability from which a kernel may begin before the one in front of it has ended."""
+
 SHARED_BYTES = 48 << 10
 """Static and dynamic shared memory beyond this together has to be asked for."""
 
@@ -109,11 +112,16 @@ class Modules:
             )
         self._ask_for_shared(function, key, shared_bytes)
         ctypes.memmove(state.params, params, len(params))
-        driver, config = self._context.driver, state.config
+        driver = self._context.driver
+        config = state.configs.get((cluster, follows))
+        if config is None:
+            config = driver.CUlaunchConfig()
+            config.hStream = state.handle
+            self._set_attributes(config, cluster, follows)
+            state.configs[cluster, follows] = config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_bytes
-        self._set_attributes(config, cluster, follows)
         status = driver.cuLaunchKernelEx(
             config, function.handle, ctypes.addressof(state.param_list), 0
         )
@@ -138,12 +146,12 @@ class Modules:
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
             attributes.append(attribute)
-        if follows:
+        if follows and self._context.compute_capability >= PROGRAMMATIC:
             kinds, attribute = driver.CUlaunchAttributeID, driver.CUlaunchAttribute()
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        if attributes or config.numAttrs:
+        if attributes:
             config.attrs = attributes
             config.numAttrs = len(attributes)
 

@@ -233,7 +233,7 @@ def copy_words(device: Launcher, stream: Stream, work: CopyWork) -> None:
     plus = work.plus & 0xFFFFFFFF
     params = struct.pack("<QQqIi", work.source.address, work.target.address, words, plus, 0)
     grid = Grid(min(-(-words // THREADS), CODE_BLOCKS_AN_SM * device.sm_count))
-    device.launch(stream, "copy_words", {}, grid, Grid(THREADS), 0, params)
+    device.launch(stream, "copy_words", {}, grid, Grid(THREADS), 0, params, follows=True)
 
 
 def _multiply(a: int, b: int) -> int:

@@ -85,8 +85,8 @@ class StreamState:
         self.closed = False
         self.lock = threading.RLock()
         driver, name = shared.context.driver, shared.context.name
-        self.config = driver.CUlaunchConfig()
-        self.config.hStream = handle
+        self.configs: dict[tuple[int, bool], Any] = {}
+        """Launch configurations, each with its attributes: blocks of a cluster, may follow."""
         self.params = ctypes.create_string_buffer(PARAM_BYTES)
         self.param_list = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self._held: list[object] = []

@@ -21,10 +21,14 @@ from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
+STATIC_BYTES = 48 << 10  # of shared memory that need not be asked for
 SELECT_THREADS = 1024
+SELECT_LIST = 648  # candidates of select_few.cu
+MOST_KEYS = 8  # of a thread of select_few.cu
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
-SELECT_STATIC_BYTES = 6144  # shared memory of select.cu that has a fixed size, rounded up
+SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
+TILED_BLOCKS_AN_SM = 2  # thread blocks of score_tiled.cu that take turns
 FETCH_WARPS = 4
 FETCH_ENTRIES = 8  # chosen units that a warp of fetch.cu looks at
 
@@ -67,12 +71,35 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         0,
     )
     block = Grid(THREADS)
+    if chunk["CHUNK"] == 8 and _fits_tiles(work):
+        in_turn = max(1, 128 // rank) * (THREADS // WARP)
+        most = max(1, TILED_BLOCKS_AN_SM * device.sm_count // heads)
+        grid = Grid(min(most, -(-count // in_turn)), heads)
+        dims = {"RANK": rank, "DIM": group.head_dim}
+        device.launch(stream, "score_tiled", dims, grid, block, 0, params, follows=True)
+        return
     kind = chunk | format_constants(group.dtype)
-    device.launch(stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params)
+    device.launch(
+        stream, "project", kind, Grid(-(-rank // COLUMNS)), block, 0, params, follows=True
+    )
     in_turn = THREADS // WARP * (WARP // min(tokens, WARP))
     most = max(1, CODE_BLOCKS_AN_SM * device.sm_count // heads)
     grid = Grid(min(most, -(-count // in_turn)), heads)
-    device.launch(stream, "score", chunk, grid, block, 0, params)
+    device.launch(stream, "score", chunk, grid, block, 0, params, follows=True)
+
+
+def _fits_tiles(work: ScoreWork) -> bool:
+    """Whether score_tiled.cu takes a call: its first lines say which."""
+    group = work.codes.group
+    _, _, tokens, rank = work.codes.codes.shape
+    dim = group.head_dim
+    shared_bytes = 2 * (16 * (dim + 8) + dim * (rank + 8)) + 32 * rank
+    return (
+        (tokens % 16, rank % 32, dim % 16) == (0, 0, 0)
+        and group.group_size <= 8
+        and group.dtype == "bf16"
+        and shared_bytes <= STATIC_BYTES
+    )
 
 
 def _power_of_two(number: int) -> int:
@@ -84,11 +111,16 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     heads, blocks = work.scores.shape
     count, places = work.chosen.shape[1], work.cache.slots.shape[1]
     table, sort = _power_of_two(max(2, 2 * places)), _power_of_two(places)
-    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * -(-blocks // 32)
+    words = -(-blocks // 32)
+    shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * words
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
-    keep_keys = blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most
     keys = 0
-    if keep_keys:
+    list_bytes = 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
+    few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
+    few = few and shared_bytes + list_bytes <= most
+    if few:
+        shared_bytes += list_bytes
+    elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
         shared_bytes += 4 * blocks
     else:
         keys = device.workspace(stream, COUNTER_BYTES + 4 * heads * blocks) + COUNTER_BYTES
@@ -97,15 +129,12 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
             f"select: {blocks} blocks and {places} cache slots a head need {shared_bytes} bytes of "
             f"shared memory; this GPU has {most}: take fewer slots a head"
         )
-    last = (work.last_chosen, work.last_mass)
+    ranked, last = (work.scores, work.shares), (work.last_chosen, work.last_mass)
+    columns = (work.cache.slots, work.cache.owner, work.cache.mass, work.cache.used)
     listed = [
-        (work.scores, 4, "scores"),
-        (work.shares, 4, "shares"),
+        *((t, 4, "scores and shares") for t in ranked),
         *((t, 4, "last") for t in last if t is not None),
-        (work.cache.slots, 4, "cache.slots"),
-        (work.cache.owner, 4, "cache.owner"),
-        (work.cache.mass, 4, "cache.mass"),
-        (work.cache.used, 4, "cache.used"),
+        *((t, 4, "a column of the cache") for t in columns),
         (work.chosen, 4, "chosen"),
         (work.chosen_slots, 4, "chosen_slots"),
         (work.missing, 1, "missing"),
@@ -113,14 +142,10 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     strides = [row_items(*item) for item in listed]
     if len(listed) == 9:  # nothing of an earlier step
         strides[2:2] = [0, 0]
-    cache = work.cache
     few_pinned = [] if isinstance(work.pinned, Tensor) else work.pinned[:INLINE_PINNED].tolist()
     params = struct.pack(
         f"<15Q12q8if{INLINE_PINNED}ii",
-        *(
-            t.address
-            for t in (work.scores, work.shares, cache.slots, cache.owner, cache.mass, cache.used)
-        ),
+        *(t.address for t in (*ranked, *columns)),
         *_pinned_and_step(device, stream, work),
         *(0 if t is None else t.address for t in last),
         *(t.address for t in (work.chosen, work.chosen_slots, work.missing, work.left_out)),
@@ -141,7 +166,12 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         *[0] * (INLINE_PINNED - len(few_pinned)),
         0,
     )
-    device.launch(stream, "select", {}, Grid(heads), Grid(SELECT_THREADS), shared_bytes, params)
+    kernel, constants = "select", {}
+    if few:
+        kernel = "select_few"
+        constants = {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
+    block = Grid(SELECT_THREADS)
+    device.launch(stream, kernel, constants, Grid(heads), block, shared_bytes, params, follows=True)
 
 
 def _pinned_and_step(device: Launcher, stream: Stream, work: SelectWork) -> tuple[int, int]:
@@ -214,4 +244,4 @@ def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
     )
     copying = -(-heads * count // (FETCH_WARPS * FETCH_ENTRIES))
     block = Grid(FETCH_WARPS * WARP)
-    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params)
+    device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params, follows=True)

@@ -84,8 +84,11 @@ class HostDevice(Device):
         """The same as :meth:`allocate`."""
         return self.allocate(nbytes)
 
-    def stream(self, handle: object | None = None) -> Stream:
-        """A new stream with its thread, or another holder of the one that ``handle`` names."""
+    def stream(self, handle: object | None = None, *, urgent: bool = False) -> Stream:
+        """A new stream with its thread, or another holder of the one that ``handle`` names.
+
+        Threads are alike: ``urgent`` changes nothing.
+        """
         with self._lock:
             self._check_open()
             if handle is None:

@@ -225,7 +225,8 @@ class AttendWork:
     Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
     ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
     be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
-    None, receives each entry's logsumexp (-inf where a row sees nothing of it).
+    None, receives each entry's logsumexp (-inf where a row sees nothing of it, or perhaps where it
+    weighs less than 2^-126 of what is beside it).
 
     ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
     ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here.

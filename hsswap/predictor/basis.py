@@ -33,8 +33,9 @@ from hsswap.rope import F64, Rope, turn
 TURNS = 4
 """Random positions each sample is turned to."""
 
-FLOOR = 1e-3
-"""Of the mean eigenvalue of Sq, added to all: directions without queries still get a weight."""
+FLOOR = 0.02
+"""Of the mean eigenvalue of Sq, added to all. A prompt's beginning holds few queries that look for
+an exact token: at 0.001 a small Llama recalled 47 of 54 planted digits at 1/32, at 0.02 52."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ KERNELS: dict[str, Kernel] = {
     # CHUNK: codes of one load.
     "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
+    "score_tiled": Kernel(
+        "score_tiled.cu", "score_tiled", True, ({"RANK": 32, "DIM": 128}, {"RANK": 128, "DIM": 64})
+    ),
     "codes_encode": Kernel("codes_encode.cu", "codes_encode", True, _BY_ALIGNMENT),
     "codes_prepare": Kernel("codes_prepare.cu", "codes_prepare", True, _BY_ALIGNMENT),
     "codes_mass": Kernel("codes_mass.cu", "codes_mass", True),
@@ -36,6 +39,7 @@ KERNELS: dict[str, Kernel] = {
     "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),
     "select": Kernel("select.cu", "select", True),
     "trim": Kernel("trim.cu", "trim", True),
+    "select_few": Kernel("select_few.cu", "select_few", True, ({"KEYS": 2}, {"KEYS": 8})),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     "assemble": Kernel("rounds.cu", "assemble", True),
     "round_end": Kernel("rounds.cu", "round_end", True),

@@ -6,8 +6,7 @@
 // Block    WARPS warps. LEAF_WARPS 2, 4, 8: so many warps share a leaf, and a block takes WARPS / LEAF_WARPS leaves once
 //          (decode_leaf.cuh). LEAF_WARPS 1: a warp takes leaves (WHOLE_SPANS 0) or whole spans (1), one of every
 //          grid's warps, and copies their pieces (K or V of a unit: 16 tokens) through STAGES stages of its own.
-// Ends     decode_ends.cuh. CLUSTER 0: parts go to memory, for merge_decode: spans, which are a block's leaves, or, for
-//          merge_leaves, leaves (LEAF_WARPS > 1). Else each block of a cluster owns some dims, is sent these of every part (leaf, or whole span), and folds them.
+// Ends     decode_ends.cuh. CLUSTER 0: a block's leaves are one span, which goes to memory, for merge_decode. Else each block of a cluster owns some dims, is sent these of every part (leaf, or whole span), and folds them.
 // Shared   rings of PIECE bytes (4 KiB at d 128); what warps of a leaf exchange; CLUSTER: dims of the parts, and their
 //          sums. CLUSTER 0: 64 bytes a warp. Barriers are static. Folds use the rings' place.
 // Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS LEAF_WARPS STAGES WHOLE_SPANS CLUSTER
@@ -29,6 +28,7 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 
 #include "ring.cuh"
 #include "decode_parts.cuh"
+#include "block_mass.cuh"
 #include "decode_ends.cuh"
 
 #if LEAF_WARPS > 1
@@ -80,6 +80,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       }
       now = next;
       next = after;
+      if (p.block_lse) write_no_lse(p, leaves(i) * UNITS, row_of_pair(), g, c);
 #if LEAF_PARTS
       const float reference[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
       send_sums(to, leaves(i), reference, sum, g, c);
@@ -120,6 +121,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
     clear(leaf);
     u32 w[UNITS][2];
     leaf_weights(p, s, w, leaf);
+    if (p.block_lse) write_block_lse<UNITS>(p, s, leaf.reference, leaves(i) * UNITS, row_of_pair(), g, c);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
       const int piece = UNITS + u;
@@ -156,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barrier_words[TOGETHER * STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  follow();  // merge_decode waits for the end of this
 #if CLUSTER
   __shared__ float2 before[GROUP];
   arrive_begun();
@@ -166,8 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
     before[threadIdx.x] = p.begin ? make_float2(NOTHING, 0.f) : make_float2(p.maximum[row], p.total[row]);
   }
 #else
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // merge_decode waits for the end itself
-  const Parts to = {p.partial + first_row() * p.parts * D, p.partial_sums + first_row() * p.parts, p.parts};
+  const Parts to;
 #endif
 #if LEAF_WARPS == 1
   attend_leaves(p, memory, barrier_words, to, lane, warp, g, c);
@@ -177,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
 #if CLUSTER
   exchange();
   fold_parts(p, memory, (const float*)arrived, (const float2*)(arrived + p.parts * (OWNED * 4)), before);
-#elif LEAF_WARPS == 1
+#else
   __syncthreads();
   fold_block(p, memory);
 #endif

@@ -37,16 +37,15 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
         examples=(
             _decode(_LLAMA, 0, 8, 1, 2),
             _decode(_LLAMA, 0, 8, 1, 4),
-            _decode(_LLAMA, 0, 8, 2, 8),
             _decode(_LLAMA, 1, 4, 1, 2, spans=1),
             _decode(_LLAMA, 8, 16, 8, 8),
+            _decode(_LLAMA, 8, 8, 1, 4),
             _decode(_HALF, 8, 16, 4, 8),
             _decode(_SMOL, 16, 16, 4, 8),
             _decode(_SMOL, 0, 8, 1, 4),
         ),
     ),
     "merge_decode": Kernel("merge_decode.cu", "merge_decode", True, (_LLAMA, _SMOL)),
-    "merge_leaves": Kernel("merge_decode.cu", "merge_leaves", True, (_LLAMA, _SMOL)),
     "attend_tile": Kernel(
         "attend_tile.cu",
         "attend_tile",

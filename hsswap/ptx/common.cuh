@@ -65,6 +65,16 @@ __device__ __forceinline__ void store_chunk(u8* to, const Chunk<2>& value) {
     asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(value.a) : "memory");
 }
 
+// For kernels that are launched to follow (programmatic dependent launch, sm_90): what was launched
+// before has run, and its writes are seen; what is launched next may take its place on the chip, where
+// it waits here. Before a kernel touches memory. Launched otherwise it changes nothing.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The larger one, NaN if either is (as NumPy's maximum).
 __device__ __forceinline__ float max_nan(float a, float b) {
     float out;

@@ -11,6 +11,7 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(256) copy_words(const __grid_constant__ Params p) {
+    follow();
     i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; at < p.words; at += threads) {
         p.target[at] = p.source[at] + p.plus;

@@ -1,9 +1,7 @@
-// Where parts of attend_decode go: to memory, for merge_decode and merge_leaves, or to the blocks of a cluster.
+// Where parts of attend_decode go: to memory, for merge_decode, or to the blocks of a cluster.
 //
 // Constants: attention.cu.
 #pragma once
-
-#include "decode_fold.cuh"
 
 #if CLUSTER
 #define SLICE (D / CLUSTER)
@@ -70,28 +68,6 @@ __device__ __forceinline__ void put_sums(const Parts& to, int number, int head, 
     if (first + g < CLUSTER) send(address_at(to.sums + (number * GROUP + head) * 8, first + g), sums.x, sums.y);
 }
 
-#else
-
-// The first row of a block's pair: [S, Q].
-__device__ __forceinline__ i64 first_row() { return (i64)blockIdx.z * Q_HEADS + head_of() * GROUP; }
-
-struct Parts {
-  float* values;  // [GROUP][parts][D]
-  float2* sums;   // [GROUP][parts]: R, l
-  i64 parts;
-};
-
-__device__ __forceinline__ void put(const Parts& to, int number, int head, int dim, float4 row) {
-  *(float4*)(to.values + (head * to.parts + number) * D + dim) = row;
-}
-
-__device__ __forceinline__ void put_sums(const Parts& to, int number, int head, float2 sums, int g) {
-  if (g == 0) to.sums[head * to.parts + number] = sums;
-}
-
-__device__ __forceinline__ void wait_begun() {}
-#endif
-
 // 64 dims (N 4) or 32 (N 2) of two heads of a part, as values_64 and values_32 leave them.
 template <int N>
 __device__ __forceinline__ void send_dims(const Parts& to, int number, const float (*o)[4], int first_dim, int g, int c) {
@@ -123,7 +99,28 @@ __device__ __forceinline__ void send_part(const Parts& to, int number, const Par
   for (int h = 0; h < D / 64; h++) send_dims<4>(to, number, part.o + h * 4, h * 64, g, c);
 }
 
-#if CLUSTER
+// One element being folded, and the reference and sum beside it.
+struct Folded {
+  float o, reference, sum;
+};
+
+// The next eight parts: their elements, references and sums. All weights first: only the additions wait for each other.
+__device__ __forceinline__ void fold_eight(Folded& f, const float (&x)[8], const float2 (&s)[8]) {
+  float old[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    old[i] = f.reference;
+    f.reference = fmaxf(f.reference, s[i].x);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const Weights w = fold_weights(&old[i], s[i].x);
+    const bool empty = is_empty(s[i].x, s[i].y);
+    f.o = empty ? f.o : fold(f.o, x[i], w);
+    f.sum = empty ? f.sum : fold(f.sum, s[i].y, w);
+  }
+}
+
 // A left fold of `count` parts. Every thread weighs them itself: that takes less time than to wait for another.
 __device__ __forceinline__ void fold_run(Folded& f, const float* values, const float2* sums, int count) {
   for (int first = 0; first < count; first += 8) {
@@ -162,6 +159,7 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
 #else
   const int spans = p.parts;
 #endif
+  __shared__ float lse[GROUP];
   for (int e = threadIdx.x; e < OWNED; e += THREADS) {
     const int head = e / SLICE, dim = rank_of() * SLICE + e % SLICE;
     const i64 row = row0 + head;
@@ -172,6 +170,7 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       const End end = end_of(f.reference, f.sum, p.sinks, head_of() * GROUP + head);
       out[dim * p.out_stride[3]] = output_of(f.o * end.factor, end.total);
       if (p.lse && dim == 0) p.lse[row] = lse_of(end.reference, end.total);
+      if (e % SLICE == 0) lse[head] = lse_of(end.reference, end.total);
     } else {
       p.weighted[row * D + dim] = f.o;
       if (dim == 0) {
@@ -180,8 +179,15 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       }
     }
   }
+  if (p.out && p.block_mass) {
+    __syncthreads();
+    write_masses(p, row0, (i64)sequence * KV_HEADS + head_of(), lse, rank_of() * THREADS + threadIdx.x, CLUSTER * THREADS);
+  }
 }
 #else
+
+struct Parts {};
+__device__ __forceinline__ void wait_begun() {}
 
 __device__ __forceinline__ float2* leaf_sums(u8* memory) { return (float2*)(memory + WARPS * RING); }
 
@@ -204,7 +210,7 @@ __device__ __forceinline__ void keep_leaf(const Part& leaf, float* to, float2* s
 
 // The leaves of a block's workers are one span.
 __device__ __forceinline__ void fold_block(const AttendParams& p, u8* memory) {
-  const i64 at = first_row() * p.parts + blockIdx.y;
+  const i64 at = row_of_pair() * p.parts + blockIdx.y;
   for (int e = threadIdx.x; e < GROUP * D / 2; e += THREADS) {
     const int head = e / (D / 2);
     // All loads, then all references, then all weights: only the additions wait for each other.

@@ -141,6 +141,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
         make_uint4(transpose(pack(s[u][0], s[u][1])), transpose(pack(s[u][2], s[u][3])),
                    __float_as_uint(__fadd_rn(s[u][0], s[u][2])), __float_as_uint(__fadd_rn(s[u][1], s[u][3])));
   }
+  if (p.block_lse) write_block_lse<OWN_UNITS>(p, s, reference, leaves.first * UNITS + first_unit, row_of_pair(), g, c);
   meet(group);
   if (part >= VALUE_WARPS) return;
   float o[VALUE_DIMS / 16][4] = {};

@@ -134,6 +134,7 @@ __device__ __forceinline__ void list(const Params& p, int head) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) fetch(const __grid_constant__ Params p) {
+    follow();
     if (static_cast<int>(blockIdx.x) < p.heads) {
         list(p, blockIdx.x);
     } else {

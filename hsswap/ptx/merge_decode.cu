@@ -1,19 +1,16 @@
-// The end of attend_decode: the spans of a row into its state, in order, or into the output; merge_leaves: the leaves.
+// The end of attend_decode: the spans of a row into its state, in order, or into the output.
 //
 // Formula and tree: attention.cuh. sm_90 and newer. Launched so that it may begin before attend_decode ends: it waits itself.
 //
 // Grid     x: S * Q clusters of D / SLICE blocks; a block folds SLICE dims
-// Block    128 threads: all load PARTS parts at once and weigh them, a warp folds the dims, another the sums;
-//          merge_leaves: a warp folds leaves into a span, one folds the spans
+// Block    128 threads: all load PARTS parts at once and weigh them, a warp folds the dims, another the sums
 // Shared   static
 // Constants  HEAD_DIM (64 or 128) GROUP KV_HEADS BLOCK
 
 #include "attention.cuh"
-#include "decode_fold.cuh"
 
 #if __CUDA_ARCH__ < 900  // cuda_attention.py does not launch it there
 extern "C" __global__ void merge_decode(const __grid_constant__ AttendParams p) {}
-extern "C" __global__ void merge_leaves(const __grid_constant__ AttendParams p) {}
 #else
 
 #define D HEAD_DIM
@@ -67,14 +64,14 @@ __device__ __forceinline__ float weigh(Steps& steps, float2 s, float reference) 
 __device__ __forceinline__ float weighted_value(float x, float w) { return w < 0.f ? -0.f : __fmul_rn(x, w); }
 
 // By the whole block: one dim a lane of warp 0.
-__device__ __forceinline__ void store_end(const AttendParams& p, i64 row, int dim, const Folded& f) {
+__device__ __forceinline__ void store_end(const AttendParams& p, i64 row, int dim, float o, float reference, float sum) {
   const int head = (int)(row % Q_HEADS);
   const bool first = threadIdx.x < 32;
   if (p.out) {
     if (!first) return;
-    const End end = end_of(f.reference, f.sum, p.sinks, head);
+    const End end = end_of(reference, sum, p.sinks, head);
     u16* out = p.out + row / Q_HEADS * p.out_stride[0] + head * p.out_stride[2];
-    out[dim * p.out_stride[3]] = output_of(f.o * end.factor, end.total);
+    out[dim * p.out_stride[3]] = output_of(o * end.factor, end.total);
     if (p.lse && dim == 0) p.lse[row] = lse_of(end.reference, end.total);
     return;
   }
@@ -82,10 +79,10 @@ __device__ __forceinline__ void store_end(const AttendParams& p, i64 row, int di
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   if (!first) return;
-  p.weighted[row * D + dim] = f.o;
+  p.weighted[row * D + dim] = o;
   if (dim == 0) {
-    p.maximum[row] = f.reference;
-    p.total[row] = f.sum;
+    p.maximum[row] = reference;
+    p.total[row] = sum;
   }
 }
 
@@ -143,52 +140,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_decode(const __grid_
     __syncthreads();
     sum = total;
   }
-  store_end(p, row, dim, {o, reference, sum});
-}
-
-#define MOST_SPANS 16
-
-extern "C" __global__ void __launch_bounds__(THREADS) merge_leaves(const __grid_constant__ AttendParams p) {
-  __shared__ float values[MOST_SPANS][SLICE];
-  __shared__ float2 sums[MOST_SPANS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dim = blockIdx.x % SLICES * SLICE + lane;
-  const i64 row = blockIdx.x / SLICES;
-  const int inner = p.span_blocks * BLOCK / LEAF, spans = (p.parts + inner - 1) / inner;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  Folded state = {0.f, NOTHING, 0.f};
-  if (!p.begin) state = {p.weighted[row * D + dim], p.maximum[row], p.total[row]};
-  for (int span = warp; span < spans; span += WARPS) {
-    Folded f = {0.f, NOTHING, 0.f};
-    const int last = min(p.parts, (span + 1) * inner);
-    for (int first = span * inner; first < last; first += 8) {
-      float2 s[8];
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const i64 at = row * p.parts + first + i;
-        s[i] = make_float2(NOTHING, 0.f);
-        x[i] = 0.f;
-        if (first + i < last) {
-          s[i] = load_sums(p.partial_sums + at);
-          asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x[i]) : "l"(p.partial + at * D + dim) : "memory");
-        }
-      }
-      fold_eight(f, x, s);
-    }
-    values[span][lane] = f.o;
-    if (lane == 0) sums[span] = make_float2(f.reference, f.sum);
-  }
-  __syncthreads();
-  for (int first = 0; first < spans; first += 8) {
-    float2 s[8];
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      s[i] = first + i < spans ? sums[first + i] : make_float2(NOTHING, 0.f);
-      x[i] = first + i < spans ? values[first + i][lane] : 0.f;
-    }
-    fold_eight(state, x, s);
-  }
-  store_end(p, row, dim, state);
+  store_end(p, row, dim, o, reference, sum);
 }
 #endif

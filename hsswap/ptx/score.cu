@@ -75,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ float slice[MAX_DIM][COLUMNS];
     // Rows are 16 bytes longer than they need be, so that four of them lie in different banks.
     __shared__ __align__(16) u16 rows[QUERY_TILE][MAX_DIM + 8];
+    follow();
     int first = blockIdx.x * COLUMNS;
     load_columns(p, first, slice);
     bool by_16 = p.element_stride == 2 &&
@@ -159,6 +160,7 @@ __device__ __forceinline__ void multiply(const u16* code, const float (*query)[M
 extern "C" __global__ void __launch_bounds__(THREADS, SCORE_BLOCKS)
     score(const __grid_constant__ Params p) {
     __shared__ __align__(16) float queries[QUERIES][MAX_RANK];
+    follow();
     int head = blockIdx.y;
     int group = p.q_heads / p.heads;
     // Tokens side by side in a warp: blocks_per_warp blocks of `side` tokens each.

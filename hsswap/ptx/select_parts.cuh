@@ -89,12 +89,13 @@ struct Threshold {
     u32 key, equal;
 };
 
-// bins: 4 x 256 zeros. found: 2 words.
+// bins: 4 x 256 zeros. found: 2 words. LAST 16: only the key's upper half is found, the lower is 0.
+template <int LAST = 0>
 __device__ __forceinline__ Threshold nth_largest(const Keys& keys, int count, u32* bins,
                                                  u32* found) {
     u32 prefix = 0;
     u32 wanted = static_cast<u32>(count);
-    for (int shift = 24; shift >= 0; shift -= 8, bins += 256) {
+    for (int shift = 24; shift >= LAST; shift -= 8, bins += 256) {
         u32 above = shift == 24 ? 0 : ~0u << (shift + 8);
         for (int base = 0; base < keys.count; base += THREADS) {
             int block = base + threadIdx.x;

@@ -106,7 +106,7 @@ class RoundStream:
     with``, before the target.
 
     ``history_tokens``: the longest a sequence gets, prompt included. ``stops``: stop tokens at
-    most. ``stream``: where the work goes (None: a stream of its own).
+    most. ``stream``: where the work goes (None: a stream of its own), an attribute later.
 
     Raises ArgumentError for sizes under 1 and a target that does not fit; DeviceError.
     """
@@ -134,9 +134,9 @@ class RoundStream:
             self._options = options or RoundOptions()
             self._rounds = Rounds(device, self._bufs, target, drafter, self._options)
             self._owned.append(self._rounds)
-            self._stream = stream or device.stream()
+            self.stream = stream or device.stream()
             if stream is None:
-                self._owned.append(self._stream)
+                self._owned.append(self.stream)
         except BaseException:
             self._free()
             raise
@@ -202,20 +202,8 @@ class RoundStream:
                 raise ArgumentError(
                     "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
                 )
-        await self._bufs.start(self._stream, sequences, stop_tokens)
-        reset = partial(self._rounds.reset, self._stream)
-        await in_thread(reset, executor=self._thread)
-        self._starts = list(sequences)
-        self._positions = [len(sequence.tokens) for sequence in sequences]
-        self._ended = [
-            # Without a pending token there is one to make: the model's choice behind the last.
-            End.LENGTH if s.pending is not None and len(s.tokens) >= s.capacity else None
-            for s in sequences
-        ]
-        self._drained, self._failure, self._error = None, None, None
-        self._undelivered.clear()
-        self._tokens.clear()
-        await self._target.settle(self._positions)
+        async with self._iterating:
+            await self._begin(list(sequences), stop_tokens)
 
     def tokens(self) -> AsyncIterator[int]:
         """The tokens of a batch of one, in order, without the pending one that it started with.
@@ -275,9 +263,26 @@ class RoundStream:
 
     async def _end_quietly(self) -> None:
         async with self._iterating:  # who iterates may be enqueuing
-            for burst in self._under_way:
-                with suppress(HsswapError):  # it has ended, and nobody asks for its result any more
-                    await burst.published.event.wait()
+            # Behind everything: bursts, and what a start enqueued. A failure has been told, or
+            # nobody asks for its result any more.
+            with suppress(HsswapError):
+                await self.stream.record().wait()
+
+    async def _begin(self, sequences: list[SequenceStart], stop_tokens: Sequence[int]) -> None:
+        await self._bufs.start(self.stream, sequences, stop_tokens)
+        reset = partial(self._rounds.reset, self.stream)
+        await in_thread(reset, executor=self._thread)
+        self._starts = sequences
+        self._positions = [len(sequence.tokens) for sequence in sequences]
+        self._ended = [
+            # Without a pending token there is one to make: the model's choice behind the last.
+            End.LENGTH if s.pending is not None and len(s.tokens) >= s.capacity else None
+            for s in sequences
+        ]
+        self._drained, self._failure, self._error = None, None, None
+        self._undelivered.clear()
+        self._tokens.clear()
+        await self._target.settle(self._positions)
 
     async def _issue(self) -> bool:
         """Enqueue one more burst, if there is use for it and room. Whether one was."""
@@ -301,14 +306,14 @@ class RoundStream:
 
     async def _enqueue(self, rounds: int, admission: Admission) -> None:
         """Put a burst on the stream: from here if that is quick, else from a thread, to its end."""
-        prepare = partial(self._rounds.launches, self._stream, waits=admission.waits)
+        prepare = partial(self._rounds.launches, self.stream, waits=admission.waits)
         launches = await in_thread(prepare, executor=self._thread)
 
         def enqueue() -> None:
-            self._bufs.begin(self._stream)
+            self._bufs.begin(self.stream)
             for _ in range(rounds):
                 launches.one()
-            published = self._bufs.publish(self._stream)
+            published = self._bufs.publish(self.stream)
             self._under_way.append(_UnderWay(published, rounds, admission.why))
 
         if launches.is_quick:

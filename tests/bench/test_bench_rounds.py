@@ -59,7 +59,14 @@ async def test_wrong_tokens_are_no_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [("--batch", "0"), ("--batch", "two"), ("--draft", "0"), ("--tokens", "0")]
+    "more",
+    [
+        ("--batch", "0"),
+        ("--batch", "two"),
+        ("--ways", "stream,backwards"),
+        ("--draft", "0"),
+        ("--tokens", "0"),
+    ],
 )
 def test_refusals(more: tuple[str, str]) -> None:
     with pytest.raises(ArgumentError, match=more[0]):

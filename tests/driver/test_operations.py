@@ -254,6 +254,32 @@ def test_score(rig: Rig, seed: int, count: int) -> None:
         np.testing.assert_allclose(scores.array()[h], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "group_size"), [(32, 16, 4), (64, 32, 8), (96, 16, 1), (128, 16, 3)]
+)
+def test_score_of_whole_tiles(rig: Rig, rank: int, size: int, group_size: int) -> None:
+    """Ranks and blocks for matrix steps, with NaN and blocks that are none."""
+    rng = np.random.default_rng(rank)
+    group = LayerGroup(1, 2 * group_size, 2, 64)
+    codes = random_codes(rng, (19, 2, size, rank))
+    codes[3, 0, 5, 7] = 0x7FC1
+    matrix = random_codes(rng, (64, rank), 0.125)
+    into = ProjectionCodes(rig.tensor(codes), rig.tensor(matrix), group)
+    queries = random_codes(rng, (2 * group_size, 64))
+    index = rng.integers(-1, 19, 333).astype(np.int32)
+    scores = rig.tensor(np.full((2, 333), np.nan, np.float32))
+    rig.device.score(rig.stream, ScoreWork(into, rig.tensor(queries), rig.tensor(index), scores))
+    rig.stream.synchronize()
+    projected = decode(queries) @ decode(matrix) * group.logit_scale
+    for h in range(2):
+        mine = projected[h * group_size : (h + 1) * group_size]
+        with np.errstate(invalid="ignore"):
+            wanted = [
+                float((decode(codes[i, h]) @ mine.T).max()) if i >= 0 else -np.inf for i in index
+            ]
+        np.testing.assert_allclose(scores.array()[h], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_score_does_not_depend_on_the_number_of_blocks(rig: Rig) -> None:
     encoded = random_codes_of_blocks(rig, 5)
     rng = np.random.default_rng(7)

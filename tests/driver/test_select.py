@@ -55,31 +55,33 @@ class Model:
             place.mass = float(np.float32(place.mass) * np.float32(decay))
             if place.owner in last:
                 place.mass = float(np.float32(place.mass) + np.float32(last[place.owner]))
-        others = [b for b in range(len(scores)) if b not in pinned]
+        held = set(pinned)
+        others = [b for b in range(len(scores)) if b not in held]
         others.sort(key=lambda b: (-scores[b], b))
         chosen = sorted([*pinned, *others[:k]])
+        taken = set(chosen)
         missing: list[int] = []
         slots: list[int] = []
         kept = {p.owner for p in self.places} & set(chosen)
         for block in chosen:
-            held = [p for p in self.places if p.owner == block]
+            places = [p for p in self.places if p.owner == block]
             missing.append(0 if block in kept else 1)
-            if not held:
-                held = [self._victim(chosen)]
-                held[0].owner, held[0].mass = block, 0.0
-            held[0].used = step
-            slots.append(held[0].slot)
-        return Choice(chosen, slots, missing, self._left_out(scores[::-1], chosen))
+            if not places:
+                places = [self._victim(taken)]
+                places[0].owner, places[0].mass = block, 0.0
+            places[0].used = step
+            slots.append(places[0].slot)
+        return Choice(chosen, slots, missing, self._left_out(scores[::-1], taken))
 
-    def _victim(self, chosen: list[int]) -> Place:
+    def _victim(self, chosen: set[int]) -> Place:
         free = [p for p in self.places if p.owner == -1]
         if free:
             return free[0]
         unchosen = [p for p in self.places if p.owner not in chosen]
-        return min(unchosen, key=lambda p: (p.mass, p.used, self.places.index(p)))
+        return min(unchosen, key=lambda p: (p.mass, p.used))  # the first of equals
 
     @staticmethod
-    def _left_out(scores: list[float], chosen: list[int]) -> float:
+    def _left_out(scores: list[float], chosen: set[int]) -> float:
         top = max(scores)
         if math.isinf(top):
             weight = [1.0 if s == top else 0.0 for s in scores]
@@ -172,6 +174,28 @@ def test_random_steps_follow_the_model(rig: Rig, seed: int) -> None:
         # Coarse masses, so that victims tie in mass and are told apart by use and place.
         mass = rng.integers(0, 2, chosen.shape).astype(np.float32)
         selector.last = (chosen, mass)
+
+
+@pytest.mark.parametrize("blocks", [900, 1025, 5000, 9000])
+@pytest.mark.parametrize("kind", ["normal", "coarse", "equal", "one apart"])
+def test_long_lists_follow_the_model(rig: Rig, blocks: int, kind: str) -> None:
+    """Lists of more candidates than a kernel keeps, and fewer; pins among them; many victims."""
+    rng = np.random.default_rng(blocks)
+    places, k, heads = 330, 270, 1
+    selector = Selector(rig, heads, places, rng)
+    for turn in range(2):
+        scores = rng.standard_normal((heads, blocks)).astype(np.float32)
+        if kind == "coarse":
+            scores = np.round(scores)
+        elif kind == "equal":
+            scores[...] = 1.5
+        elif kind == "one apart":  # the best of every thread are the same, and the rest far away
+            scores[:, ::3] = 7.0
+        scores[:, rng.permutation(blocks)[:40]] = -np.inf
+        pinned = [0, *range(blocks - 8, blocks)]
+        got = selector.check(scores, k if turn else 100, pinned)
+        chosen = np.array([choice.chosen for choice in got], np.int32).reshape(heads, -1)
+        selector.last = (chosen, rng.integers(0, 3, chosen.shape).astype(np.float32))
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, -np.inf, np.inf, np.nan])

@@ -11,7 +11,7 @@ import pytest
 from hsswap.driver.host import HostDevice
 from hsswap.errors import ArgumentError, BadDraft, ClosedError, DeviceError, ModelError
 from hsswap.rounds import Choice, End, NgramDrafter, RoundOptions, RoundStream, SequenceStart
-from tests.rounds.models import GuessDrafter, TableTarget, greedy
+from tests.rounds.models import GuessDrafter, TableTarget, enqueue, greedy
 from tests.rounds.opened import VOCAB, opened
 
 PROMPT = [1, 2, 3]
@@ -286,4 +286,24 @@ async def test_nothing_to_make() -> None:
     async with opened([PROMPT], "often", k=2, rounds=4, room=60) as (stream, target):
         await stream.start([begin(0)])
         assert [token async for token in stream.tokens()] == []
+        assert target.passes == 0
+
+
+async def test_closed_right_after_a_start() -> None:
+    """Memory is freed behind what the start enqueued, and behind what was on the stream before."""
+    async with opened([PROMPT], "often", k=2, rounds=4, room=60) as (stream, target):
+        gate = Gate()
+        await stream.start([begin(20)])
+        enqueue(stream.stream, "gate", gate.wait)
+        starting = asyncio.create_task(stream.start([begin(30)]))
+        await gate.reached.wait()
+        starting.cancel()
+        closing = asyncio.create_task(stream.close())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        gate.open()
+        await closing
+        with pytest.raises(asyncio.CancelledError):
+            await starting
         assert target.passes == 0

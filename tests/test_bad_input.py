@@ -1,0 +1,143 @@
+"""Bad input is refused before anything changes: foreign memory, closed objects, ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsswap import ArgumentError, ClosedError, HighSpeedSwap, OutOfSlots, Sequence
+from hsswap.driver.tensor import Tensor
+from hsswap.io.memory import MemoryIO
+from tests.swap_cases import SMALL, config_for, random_case
+from tests.swap_watch import watched
+
+CASE = random_case(SMALL, 60, 17)
+KEYS, VALUES, QUERIES = CASE.keys[0], CASE.values[0], CASE.queries[0]
+
+
+def elsewhere(array: np.ndarray, dtype: str = "bf16") -> Tensor:
+    """The same array as if it were in a GPU's memory."""
+    return Tensor(array.ctypes.data, array.shape, array.strides, dtype, True, array)
+
+
+def state(swap: HighSpeedSwap, sequence: Sequence) -> tuple[object, ...]:
+    statistics = swap.statistics()
+    return (
+        [sequence.layer_length(layer) for layer in range(3)],
+        sequence.ids.tolist(),
+        statistics.device_slots_used,
+        statistics.host_slots_used,
+        statistics.free_blocks,
+        statistics.attends,
+        swap.sequence_count,
+    )
+
+
+async def test_memory_of_another_device_is_refused() -> None:
+    out, lse = np.zeros((2, 6, 16), np.uint16), np.zeros((2, 6), np.float32)
+    async with watched(config_for(CASE)) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, KEYS[:40], VALUES[:40])
+        block = await swap.alloc_disk_block_id()
+        before = state(swap, sequence)
+        asked = QUERIES[38:40]
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: sequence.append(0, elsewhere(KEYS[:20]), VALUES[:20]),
+            lambda: sequence.append(0, KEYS[:20], elsewhere(VALUES[:20])),
+            lambda: sequence.attend(0, elsewhere(asked), out),
+            lambda: sequence.attend(0, asked, elsewhere(out)),
+            lambda: sequence.attend(0, asked, out, lse_out=elsewhere(lse, "f32")),
+            lambda: swap.attend_batch(0, [sequence], elsewhere(asked), out),
+            lambda: swap.attend_batch(0, [sequence], asked, elsewhere(out)),
+            lambda: swap.attend_batch(0, [sequence], asked, out, lse_out=elsewhere(lse, "f32")),
+            lambda: swap.offload_block(
+                layer=0, block=block, k_block_dev=elsewhere(KEYS[:16]), v_block_host=VALUES[:16]
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(ArgumentError, match="GPU's memory"):
+                await call()
+            assert state(swap, sequence) == before
+        assert not out.any()
+        await swap.dec_disk_ref(block=block)
+
+
+async def test_layers_arrays_and_numbers_out_of_range() -> None:
+    async with watched(config_for(CASE)) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, KEYS[:40], VALUES[:40])
+        before = state(swap, sequence)
+        out = np.zeros((1, 6, 16), np.uint16)
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            *(lambda layer=layer: sequence.append(layer, KEYS, VALUES) for layer in (3, -1, True)),
+            *(lambda layer=layer: sequence.attend(layer, QUERIES[:1]) for layer in (3, -1, "0")),
+            lambda: sequence.append(0, KEYS[:20], VALUES[:19]),
+            lambda: sequence.append(0, KEYS[:0], VALUES[:0]),
+            lambda: sequence.append(0, KEYS.astype(np.float32), VALUES),
+            lambda: sequence.append(0, KEYS[:, :1], VALUES),
+            lambda: sequence.append(0, None, VALUES),
+            lambda: sequence.attend(0, QUERIES[:41]),
+            lambda: sequence.attend(1, QUERIES[:1]),
+            lambda: sequence.attend(0, QUERIES[:1], out[:, :5]),
+            lambda: sequence.attend(0, QUERIES[:1], out, lse_out=np.zeros((1, 5), np.float32)),
+            lambda: sequence.reserve(-1),
+            lambda: sequence.truncate(41),
+        ]
+        for number, call in enumerate(calls):
+            with pytest.raises(ArgumentError):
+                await call()
+            assert state(swap, sequence) == before, number
+
+
+async def test_closed_objects_say_so() -> None:
+    async with HighSpeedSwap.open(config_for(CASE), io=MemoryIO()) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, KEYS[:40], VALUES[:40])
+        await sequence.close()
+        out = np.zeros((1, 6, 16), np.uint16)
+        of_sequence: list[Callable[[], Awaitable[Any]]] = [
+            lambda: sequence.append(0, KEYS, VALUES),
+            lambda: sequence.attend(0, QUERIES[:1]),
+            lambda: sequence.truncate(0),
+            lambda: sequence.reserve(1),
+            lambda: sequence.commit([]),
+            lambda: swap.attend_batch(0, [sequence], QUERIES[:1], out),
+        ]
+        for call in of_sequence:
+            with pytest.raises(ClosedError):
+                await call()
+        for plain in (
+            sequence.fork,
+            lambda: sequence.try_append(0, KEYS, VALUES),
+            lambda: sequence.try_attend(0, QUERIES[:1]),
+            lambda: sequence.try_truncate(0),
+        ):
+            with pytest.raises(ClosedError):
+                plain()
+    of_swap: list[Callable[[], Awaitable[Any]]] = [
+        swap.flush,
+        lambda: swap.open_prefix([1]),
+        swap.alloc_disk_block_id,
+        lambda: swap.inc_disk_ref(block=1),
+        lambda: swap.dec_disk_ref(block=1),
+        lambda: swap.attend_layer(layer=0, seq_block_ids=[1], q_dev=2, output_dev=2),
+    ]
+    for call in of_swap:
+        with pytest.raises(ClosedError):
+            await call()
+    with pytest.raises(ClosedError):
+        swap.sequence()
+
+
+async def test_more_sequences_than_slots_serve_are_refused_with_the_number() -> None:
+    async with watched(config_for(CASE, sequences=2)) as swap:
+        held = [swap.sequence() for _ in range(2)]
+        before = state(swap, held[0])
+        with pytest.raises(OutOfSlots, match=r"max_sequences is 2 .*3 device slots for each"):
+            swap.sequence()
+        with pytest.raises(OutOfSlots, match="max_sequences is 2"):
+            held[0].fork()
+        assert state(swap, held[0]) == before
