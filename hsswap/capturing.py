@@ -17,6 +17,7 @@ from hsswap.driver.base import Stream
 from hsswap.driver.operations import GatherWork, ScatterWork
 from hsswap.errors import ArgumentError, OutOfSlots
 from hsswap.exact import LayerCache
+from hsswap.io.waiting import to_the_end
 from hsswap.loop import in_thread, insist
 from hsswap.pools import GroupPool
 from hsswap.prefetch import Blocks
@@ -59,10 +60,11 @@ class Capturing(Reusing):
         raw_stream = self._swap.stream_of(stream)
         with self._exclusive("captured"):
             longest = self._swap.config.capacity_blocks * self._swap.config.dims.block_size
-            tokens = checked_length(tokens, longest)
+            tokens = checked_length(tokens, longest, what="tokens")
             if not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
                 raise ArgumentError(f"rows is {rows!r}; a captured step has 1 to {MOST_ROWS}")
-            steps, held = await self._open_steps(tokens, rows, raw_stream)
+            with self._all_or_nothing():
+                steps, held = await self._open_steps(tokens, rows, raw_stream)
             self._steps = steps
         try:
             yield steps
@@ -122,8 +124,8 @@ class Capturing(Reusing):
                 CapturedTopK(swap.device, cache, mine, memory, ranked, swap.predictor, indices)
             )
         steps = CapturedSteps(swap, layers, memory, tokens, rows, stream)
-        await in_thread(steps.prepare)
         try:
+            await in_thread(steps.prepare)
             with swap.lock:
                 swap.check_open()
                 with self._ordered(stream):
@@ -131,8 +133,7 @@ class Capturing(Reusing):
             assert self._last is not None
             await self._last[1].wait()
         except BaseException:
-            await insist(self.quiet)
-            await in_thread(steps.free)
+            await to_the_end(lambda: insist(self.quiet), lambda: in_thread(steps.free))
             raise
         return steps
 

@@ -61,10 +61,17 @@ class Reservation:
         pool.reserved_slots -= len(slots)
         return slots
 
-    def abandon(self) -> None:
-        """Give every slot back. Under the swap's lock."""
+    def counts(self) -> list[int]:
+        """How many slots are held in each layer."""
+        return [len(slots) for slots in self._slots]
+
+    def abandon(self, but: list[int] | None = None) -> None:
+        """Give every slot back, or all ``but`` so many of each layer. Under the swap's lock."""
         for layer, slots in enumerate(self._slots):
-            if len(slots):
+            kept = 0 if but is None else but[layer]
+            if len(slots) > kept:
                 pool = self._swap.pool_of(layer)
-                pool.tier.discard(self.take(layer, pool, len(slots)))
+                self._slots[layer] = slots[:kept]
+                pool.reserved_slots -= len(slots) - kept
+                pool.tier.discard(slots[kept:])
         self._swap.mailbox.post(self._swap.prefetcher.pump_soon)

@@ -34,11 +34,29 @@ class Reshaping(SequenceState):
         with self._exclusive("reserve"):
             config = self._swap.config
             longest = config.capacity_blocks * config.dims.block_size
-            tokens = checked_length(tokens, longest)
-            await self._reserve_until([cache.length + tokens for cache in self._layers])
+            tokens = checked_length(tokens, longest, what="tokens")
+            with self._all_or_nothing():
+                await self._reserve_until([cache.length + tokens for cache in self._layers])
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Ids and slots that are reserved inside go back when it fails; earlier ones stay."""
+        ids, slots = len(self.ids), self._reservation.counts()
+        try:
+            yield
+        except BaseException:
+            with self._swap.lock:
+                if not self._swap.closed:
+                    self._reservation.abandon(but=slots)
+                    self._swap.drop_ids(self.ids[ids:])  # nothing has used them yet
+                    self._set_ids(self.ids[:ids])
+            raise
 
     async def _reserve_until(self, lengths: list[int]) -> None:
-        """Take ids, and in each layer host slots for the blocks that are full at a length."""
+        """Take ids, and in each layer host slots for the blocks that are full at a length.
+
+        Inside :meth:`_all_or_nothing`.
+        """
         await self._when_room(
             lambda: self._hold_ids(self._swap.config.dims.blocks_of(max(lengths)))
         )
@@ -53,13 +71,8 @@ class Reshaping(SequenceState):
             of_pool[cache.pool] = of_pool.get(cache.pool, 0) + count
         with self._swap.lock:
             self._reservation.check(of_pool)
-        try:
-            for more in wanted:
-                await self._reservation.add(more)
-        except BaseException:
-            with self._swap.lock:
-                self._reservation.abandon()
-            raise
+        for more in wanted:
+            await self._reservation.add(more)
 
     async def truncate(self, length: int, *, stream: object | None = None) -> None:
         """Forget all but the first ``length`` tokens of every layer: rejected speculation.

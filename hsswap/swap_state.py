@@ -132,6 +132,10 @@ class SwapState:
             self.predictor.forget(new & np.int64(INDEX_MASK))
         return new
 
+    def drop_ids(self, ids: I64) -> None:
+        """Give ids back that no block is kept or on its way under."""
+        self._store.ids.drop_reference(ids)
+
     def check_ids(self, ids: I64) -> None:
         """Raise StaleBlockId when one of the ids was freed."""
         self._store.ids.check(ids)

@@ -288,13 +288,41 @@ async def test_reservations_that_cannot_be_are_refused_with_the_number() -> None
     async with watched(config_of(CASE, branches=2)) as swap:
         branch = Branch(swap.sequence(), CASE)
         await branch.append([*range(100)])
+        held = branch.sequence.ids.tolist()
         with pytest.raises(OutOfSlots, match="raise host_slots by 27"):
             await branch.sequence.reserve(150)
         with pytest.raises(OutOfBlocks):
             await branch.sequence.reserve(1950)
+        assert branch.sequence.ids.tolist() == held
+        assert swap.statistics().free_blocks == swap.config.capacity_blocks - len(held)
         await branch.append([*range(100, 130)])
         await branch.check()
         assert not any(pool.reserved_slots for pool in pools_of(swap))
+
+
+async def test_a_cancelled_reservation_leaves_an_earlier_one() -> None:
+    gate = Fault(FaultKind.HOLD, only="write")
+    async with watched(config_of(CASE, branches=2, extra_host=40), gate) as swap:
+        branch, other = (Branch(swap.sequence(), CASE) for _ in range(2))
+        await branch.sequence.reserve(33)
+        before = branch.sequence.ids.tolist(), [pool.reserved_slots for pool in pools_of(swap)]
+        assert any(before[1])
+        filling = asyncio.ensure_future(other.append([*range(600)]))  # until no slot is free
+        await until(gate.gate.reached.is_set)
+        await turns(5)
+        more = asyncio.ensure_future(branch.sequence.reserve(80))
+        await turns(5)
+        assert not more.done()
+        more.cancel()
+        await asyncio.wait([more])
+        assert before == (
+            branch.sequence.ids.tolist(),
+            [pool.reserved_slots for pool in pools_of(swap)],
+        )
+        gate.gate.opened.set()
+        await within(lambda: asyncio.wait([filling]))
+        await branch.append([*range(33)])
+        await branch.check()
 
 
 async def test_ids_on_their_way_back_are_waited_for() -> None:

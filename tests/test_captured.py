@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots
+from hsswap import ArgumentError, BlockIOError, HighSpeedSwap, OutOfBlocks, OutOfSlots
 from hsswap.errors import CaptureError, ClosedError
 from hsswap.io.memory import Fault, FaultKind
 from tests.branches import Branch, alone
 from tests.captured_engine import config_of, engine_of
 from tests.swap_cases import MIXED, SMALL, Case, random_case
-from tests.swap_watch import Linked, until, watched, within
+from tests.swap_watch import Linked, pools_of, turns, until, watched, within
 
 CASE = random_case(SMALL, 900, seed=41)
 OTHER = random_case(MIXED, 900, seed=42)
@@ -189,6 +189,14 @@ async def test_an_end_inside_a_capture_is_refused() -> None:
                 pass
 
 
+def held_by(swap: HighSpeedSwap) -> tuple[int, ...]:
+    """Buffers of the device, ids, device slots, and slots that are kept for what is to come."""
+    statistics = swap.statistics()
+    kept = [pool.reserved_slots + pool.tier.pinned_count for pool in pools_of(swap)]
+    counts = swap.device.live_count, statistics.free_blocks, statistics.device_slots_used
+    return *counts, *kept
+
+
 async def test_a_block_that_cannot_be_read() -> None:
     bad = Fault(FaultKind.ERRNO, count=None, only="read")
     async with watched(config_of(CASE, 640), bad) as swap:
@@ -196,8 +204,29 @@ async def test_a_block_that_cannot_be_read() -> None:
         await Branch(other, CASE).append([*range(900)])  # keeps what the host tier keeps
         await Branch(sequence, CASE).append([*range(600)])
         await swap.flush()
+        before = held_by(swap)
         with pytest.raises(BlockIOError):
-            await sequence.captured(8).__aenter__()
+            await sequence.captured(80).__aenter__()
+        assert held_by(swap) == before
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_an_opening_cancelled_anywhere_holds_nothing(steps: int) -> None:
+    async with watched(config_of(CASE, 640)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(600)])
+        await swap.flush()
+        before = held_by(swap)
+        captured = branch.sequence.captured(80)
+        opening = asyncio.ensure_future(captured.__aenter__())
+        await turns(steps)
+        opening.cancel()
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            assert held_by(swap) == before
+        else:
+            await captured.__aexit__(None, None, None)
+            assert swap.device.live_count == before[0]
 
 
 async def test_a_cancelled_opening_holds_nothing() -> None:
