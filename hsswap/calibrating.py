@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hsswap.codec import HeadCodec
 from hsswap.config import DISK_ALIGNMENT, LayerGroup, PredictorConfig
 from hsswap.driver.base import Buffer, Event, Stream
+from hsswap.driver.host_ops import block_views
 from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import DeviceError
@@ -27,7 +28,9 @@ from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
 from hsswap.predictor.codes import PreparedBasis
 from hsswap.predictor.keeping import basis_key, load_basis, save_basis
+from hsswap.prefetch import Blocks
 from hsswap.rope import F64
+from hsswap.tiers import I64
 
 if TYPE_CHECKING:
     from hsswap.swap_state import SwapState
@@ -143,6 +146,43 @@ class Calibration:
             self._begin()
         if self._task is not None:
             await asyncio.shield(self._task)
+
+    async def basis_of_stored(self, indices: I64) -> None:
+        """Have a basis, if nothing else can make one of keys that are stored.
+
+        ``indices`` ``[n]``: the blocks of the first tokens of a sequence, in every layer. Raises
+        BlockIOError for one that cannot be read.
+        """
+        await self.basis()
+        dims = self._swap.config.dims
+        part = indices[: -(-(SINK_TOKENS + CALIBRATION_TOKENS) // dims.block_size)]
+        if self._predictor.ready or len(part) * dims.block_size < SINK_TOKENS + LEAST_TOKENS:
+            return
+        shown = [await self._stored(layer, part) for layer in range(dims.layers)]
+        self._swap.check_open()
+        if self._task is None and not self._predictor.ready:
+            with self._swap.lock:  # copies for whom was watched go nowhere
+                self._keys, self._queries = shown, [_Shown() for _ in shown]
+            self._begin()
+        await self.basis()
+
+    async def _stored(self, layer: int, indices: I64) -> _Shown:
+        """The keys of a layer's blocks, but for those of the first tokens."""
+        swap, shown = self._swap, _Shown()
+        pool, step = swap.pool_of(layer), swap.config.tile_blocks
+        for start in range(0, len(indices), step):
+            loaded = await swap.prefetcher.load(Blocks(pool, layer, indices[start : start + step]))
+            try:
+                keys = block_views(pool.blocks)[0][loaded.slots].swapaxes(1, 2)
+                rows = widen(keys.reshape(-1, *keys.shape[2:]), pool.group.dtype)
+            finally:
+                swap.release_now(pool, loaded.slots)
+            first = shown.count
+            shown.count += len(rows)
+            kept = np.arange(first, shown.count) >= SINK_TOKENS
+            shown.rows.append(rows[kept])
+            shown.positions.append(np.arange(first, shown.count)[kept])
+        return shown
 
     async def settle(self) -> None:
         """Wait for the thread of a swap that is being closed."""

@@ -42,10 +42,13 @@ class Reusing(Reshaping):
     async def adopt(self, ids: I64) -> None:
         """Begin with full blocks that are stored, whose references are the sequence's from now on.
 
-        For the swap, while the sequence is empty. In top-k mode they are read once, for the codes:
-        raises BlockIOError then.
+        For the swap, while the sequence is empty. In top-k mode they are read once, for the codes,
+        and those of the first 1,024 tokens before, where there is no basis yet: raises BlockIOError
+        then.
         """
         self._set_ids(ids)
+        if self.top_k is not None and self._swap.calibration is not None:
+            await self._swap.calibration.basis_of_stored(self._indices)
         for cache in self._layers:
             cache.grow(len(ids) + 1)
             cache.length = len(ids) * cache.pool.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from tests.test_codes_predictor import (
     TOKENS,
     TOP_K,
     config,
+    missing,
     predictor_of,
     prefill,
+    step,
 )
 
 PROMPT = 1205  # 5 tokens in the block being filled
@@ -162,3 +165,27 @@ async def test_f16_keys_are_ranked_as_what_they_are(case: Case) -> None:
             assert predictor_of(swap).version == 1
     for (plain, *_), (half, *_) in zip(*chosen, strict=True):
         assert np.mean([np.isin(a, b).mean() for a, b in zip(plain, half, strict=True)]) > 0.98
+
+
+@pytest.mark.parametrize("tokens", [1200, 64])
+async def test_a_prefix_makes_a_basis_of_its_blocks(
+    case: Case, tmp_path: Path, tokens: int
+) -> None:
+    """Where none was kept; of too few tokens there is none, and top-k attends all the same."""
+    kept = replace(config(), directory=tmp_path / "store", persist=True, io="posix")
+    async with (
+        HighSpeedSwap.open(kept) as swap,
+        swap.sequence() as sequence,
+    ):  # exact: shows nothing
+        await prefill(sequence, case, tokens)
+        await sequence.commit(np.arange(tokens))
+    async with HighSpeedSwap.open(kept) as swap:
+        assert not predictor_of(swap).ready
+        async with await swap.open_prefix(np.arange(tokens), top_k=TOP_K) as sequence:
+            assert sequence.length == tokens
+            assert predictor_of(swap).version == (tokens == 1200)
+            assert missing(swap, sequence) == [0, 0]
+            if tokens == 1200:
+                for row in range(tokens, tokens + 3):
+                    await step(sequence, case, row)
+                assert missing(swap, sequence) == [0, 0]
