@@ -21,6 +21,7 @@ from hsswap.config import SwapConfig
 from hsswap.diagnostics import DiagnosticSummary, summary_of
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
+from hsswap.driver.preparing import PrepareWork
 from hsswap.errors import ArgumentError, ConfigError, OutOfSlots
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
@@ -29,6 +30,17 @@ from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
 from hsswap.topk import TopK
+
+
+def launched_by(config: SwapConfig) -> PrepareWork:
+    """What a swap of these settings launches."""
+    return PrepareWork(
+        config.dims.groups,
+        config.dims.block_size,
+        config.capacity_blocks * config.dims.block_size,
+        config.max_sequences,
+        config.predictor,
+    )
 
 
 class HighSpeedSwap(BatchCalls):
@@ -79,6 +91,7 @@ class HighSpeedSwap(BatchCalls):
             undo.push_async_callback(in_thread, used.close)
             if used.name != config.device:
                 config = replace(config, device=used.name)  # a tile there may be larger
+            await in_thread(lambda: used.prepare(launched_by(config)))
             store = await BlockStore.open(
                 config.dims,
                 None if config.directory is None else Path(config.directory),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence as Batch
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import hsswap
-from hsswap import HighSpeedSwap, SwapConfig
+from hsswap import HighSpeedSwap, PredictorConfig, SwapConfig
 from hsswap.driver import open_device
+from hsswap.driver.host import HostDevice
+from hsswap.driver.preparing import PrepareWork
+from hsswap.errors import ClosedError, DeviceError
 from hsswap.io.base import Transfer
 from hsswap.io.memory import MemoryIO
 from tests.swap_cases import (
@@ -217,3 +222,33 @@ async def test_try_attend_says_when_blocks_must_come_from_disk(case: Case) -> No
     ):
         await feed(sequence, case, [1500])
         assert sequence.try_attend(0, case.queries[0][-1:]) is None
+
+
+async def test_kernels_are_there_before_the_first_call_and_never_made_on_the_loop() -> None:
+    """Promise 4: a device that compiles does so in a thread, told of all that may come."""
+    told: list[tuple[PrepareWork, bool]] = []
+    loop_thread = threading.get_ident()
+
+    class Telling(HostDevice):
+        def prepare(self, work: PrepareWork) -> None:
+            told.append((work, threading.get_ident() == loop_thread))
+
+    case = random_case(MIXED, 70, seed=3)
+    config = replace(config_for(case, sequences=3), predictor=PredictorConfig(rank=8))
+    async with HighSpeedSwap.open(config, io=MemoryIO(), device=Telling()):
+        assert told == [
+            (PrepareWork(MIXED.groups, 32, 32 * config.capacity_blocks, 3, config.predictor), False)
+        ]
+
+
+async def test_a_device_that_cannot_compile_is_closed() -> None:
+    class Failing(HostDevice):
+        def prepare(self, work: PrepareWork) -> None:
+            raise DeviceError("no compiler")
+
+    device = Failing()
+    config = config_for(random_case(MIXED, 70, seed=3))
+    with pytest.raises(DeviceError, match="no compiler"):
+        await HighSpeedSwap.create(config, io=MemoryIO(), device=device)
+    with pytest.raises(ClosedError):
+        device.allocate(1)

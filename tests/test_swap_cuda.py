@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Chunks
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig, TopK
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver import open_device
 from hsswap.driver.base import Stream
+from hsswap.driver.cuda import CudaDevice
 from hsswap.driver.tensor import tensor_in
 from tests.swap_cases import MIXED, SMALL, U16, Case, chunks_of, config_for, random_case
 
@@ -81,9 +83,12 @@ async def run(
     """One sequence through a swap of its own, each output verified."""
     verifier = AttentionVerifier(case.dims)
     async with HighSpeedSwap.open(config) as swap, swap.sequence(top_k=top_k) as sequence:
+        device = cast(CudaDevice, swap.device)
+        loaded = set(device._modules._functions)
         outputs = await feed(swap, sequence, case, chunks, verifier=verifier)
         await swap.flush()
         assert swap.statistics().write_errors == 0
+        assert set(device._modules._functions) == loaded  # none was compiled on the loop
     verifier.check(lambda: None)
     assert verifier.failures == []
     return outputs

@@ -63,10 +63,6 @@ class StaticLauncher:
             follows=follows,
         )
 
-    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
-        """See :meth:`Launcher.prepare`."""
-        self._device.prepare(kernel, constants)
-
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Address of a copy that stays."""
         digest = blake2b(array.tobytes()).digest()

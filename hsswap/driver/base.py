@@ -42,6 +42,7 @@ from hsswap.driver.operations import (
 )
 
 if TYPE_CHECKING:
+    from hsswap.driver.preparing import PrepareWork
     from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
 
@@ -227,6 +228,14 @@ class Device(Closeable):
 
         False where the rows would read them more than once over a link: then they are gathered into
         device slots first. Once True it is True for all fewer rows.
+        """
+
+    @abstractmethod
+    def prepare(self, work: PrepareWork) -> None:
+        """Have ready what operations need, so that none of these waits for a compiler. Blocks.
+
+        From any thread, any number of times. Without it the first operation of each kind, or of
+        each shape, takes that time itself. Raises DeviceError when something does not compile.
         """
 
     @abstractmethod

@@ -1,8 +1,7 @@
 """The device ``cuda:N``: the contract on a GPU, on the caller's stream handles.
 
-Kernels that every swap needs are compiled and loaded when the device opens (about a second the
-first time on a machine, then from the cache on disk); attention's depend on a model's dims and come
-at their first use.
+Kernels are compiled and loaded by :meth:`CudaDevice.prepare` (once on a machine, then from the
+cache on disk), or else at their first use, which then waits for the compiler.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import EventPool, Waiter
 from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
 from hsswap.driver.cuda_modules import Modules, key_of
+from hsswap.driver.cuda_prepare import kernels_of
 from hsswap.driver.cuda_reach import make_reachable
 from hsswap.driver.cuda_rounds import CudaRounds
 from hsswap.driver.cuda_seam import Grid, Launcher
@@ -51,26 +51,12 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.driver.preparing import PrepareWork
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError
 
 W = TypeVar("W")
-
-ALWAYS_NEEDED: tuple[tuple[str, dict[str, int]], ...] = (
-    ("append", {"CHUNK": 16}),
-    ("append_at", {"CHUNK": 16}),
-    ("gather", {"CHUNK": 16}),
-    ("scatter", {"CHUNK": 16}),
-    ("encode", {"CHUNK": 16}),
-    ("project", {"CHUNK": 8}),
-    ("score", {"CHUNK": 8}),
-    ("select", {}),
-    ("select_few", {"KEYS": 2}),
-    ("copy_words", {}),
-    ("fetch", {"CHUNK": 16}),
-    ("checksum", {}),
-)
 
 
 def _attend(device: Launcher, stream: Stream, work: AttendWork) -> None:
@@ -106,12 +92,6 @@ class CudaDevice(Device):
         self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         cache = CubinCache(cache_folder(os.environ))
         self._modules = Modules(context, Compiler(self.arch, cache))
-        try:
-            for kernel, constants in ALWAYS_NEEDED:
-                self.prepare(kernel, constants)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def live_count(self) -> int:
@@ -180,6 +160,13 @@ class CudaDevice(Device):
 
     def reads_in_place(self, rows: int) -> bool:
         return cuda_attention.reads_in_place(rows)
+
+    def prepare(self, work: PrepareWork) -> None:
+        """Compile and load :func:`~hsswap.driver.cuda_prepare.kernels_of`; seconds at most."""
+        self._check_open()
+        keys = [key_of(kernel, constants) for kernel, constants in kernels_of(self, work)]
+        with self.context:
+            self._modules.load(keys)
 
     # --- operations
 
@@ -312,11 +299,6 @@ class CudaDevice(Device):
         state = cast(CudaStream, stream).state  # launch code passes on the stream it was given
         key = key_of(kernel, constants)
         self._modules.launch(state, key, grid, block, shared_bytes, params, cluster, follows)
-
-    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
-        """See :meth:`Launcher.prepare`."""
-        with self.context:
-            self._modules.function(key_of(kernel, constants))
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """See :meth:`Launcher.upload`."""

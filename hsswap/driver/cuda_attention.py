@@ -30,7 +30,7 @@ from hsswap.driver.cuda_attention_params import (
     tensor_map,
     transform_of,
 )
-from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
+from hsswap.driver.cuda_seam import Chip, Grid, Launcher, format_constants
 from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool, UnitPool
 from hsswap.driver.tensor import Tensor
 
@@ -146,15 +146,21 @@ def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> No
         device.launch(stream, "block_masses", constants, grid, block, 0, params)
 
 
+def wide_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:
+    """Whether attend_wide takes calls of such units."""
+    return (
+        chip.compute_capability == (9, 0)
+        and (group.head_dim, group.value_dim) == (128, 128)
+        and (block_size, group.aux_bytes, group.window) == (16, 0, None)
+    )
+
+
 def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
     """Whether attend_wide takes a call, and attend_tile what it leaves."""
-    group = work.units.group
     if (
-        device.compute_capability != (9, 0)
-        or isinstance(work.units, PagePool)
-        or shape.rows * group.group_size <= TILE_PAIRS
-        or (group.head_dim, group.value_dim) != (128, 128)
-        or (work.units.block_size, group.aux_bytes, group.window) != (16, 0, None)
+        isinstance(work.units, PagePool)
+        or not wide_takes(device, work.units.group, work.units.block_size)
+        or shape.rows * work.units.group.group_size <= TILE_PAIRS
         or work.positions is not None
         or not is_wide(work)
         or work.queries.address % 16
@@ -187,6 +193,27 @@ def _launch_wide(
     device.launch(stream, "attend_wide", constants, grid, block, WIDE_SHARED_BYTES, maps)
 
 
+def _tile_bytes(group: LayerGroup) -> tuple[int, int]:
+    """Shared memory of attend_tile with K and V of a leaf apart, and in one place."""
+    key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
+    fixed = TILE_PAIRS * key_row + 2 * LEAF_TOKENS * 12
+    return (
+        fixed + LEAF_TOKENS * (key_row + value_row),
+        fixed + LEAF_TOKENS * max(key_row, value_row),
+    )
+
+
+def tile_constants(
+    chip: Chip, group: LayerGroup, block_size: int, is_wide: bool
+) -> dict[str, int | str]:
+    """Of attend_tile. ``is_wide``: every unit lies on 16 bytes."""
+    return dim_constants(group, block_size) | {
+        "WIDE": int(is_wide),
+        "APART": int(_tile_bytes(group)[0] <= chip.shared_bytes_limit),
+        "TRANSFORM": transform_of(group),
+    }
+
+
 def _launch_tiles(
     device: Launcher,
     stream: Stream,
@@ -196,18 +223,7 @@ def _launch_tiles(
     end: FinalizeWork | None,
 ) -> None:
     group, size = work.units.group, work.units.block_size
-    key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
-    apart, together = (
-        TILE_PAIRS * key_row + LEAF_TOKENS * both + 2 * LEAF_TOKENS * 12
-        for both in (key_row + value_row, max(key_row, value_row))
-    )
-    is_apart = apart <= device.shared_bytes_limit
-    constants = dim_constants(group, size) | {
-        "WIDE": int(is_wide(work)),
-        "APART": int(is_apart),
-        "TRANSFORM": transform_of(group),
-        **page_constants(work),
-    }
+    constants = tile_constants(device, group, size, is_wide(work)) | page_constants(work)
     tiles = -(-shape.rows * group.group_size // TILE_PAIRS)
     blocks = tiles * shape.pairs
     splits = min(shape.spans, -(-2 * device.sm_count // blocks))
@@ -225,7 +241,8 @@ def _launch_tiles(
         wide=wide,
     )
     grid = Grid(tiles, shape.pairs, splits)
-    shared = apart if is_apart else together
+    apart, together = _tile_bytes(group)
+    shared = apart if constants["APART"] else together
     device.launch(stream, "attend_tile", constants, grid, Grid(TILE_THREADS), shared, params)
     if splits > 1:
         _launch_merge(device, stream, group, size, shape, params)

@@ -5,8 +5,10 @@ Every plan computes the same bits (hsswap/ptx/attention.cuh), so a plan may depe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_attention_params import (
     Shape,
@@ -15,7 +17,7 @@ from hsswap.driver.cuda_attention_params import (
     is_wide,
     transform_of,
 )
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Chip, Grid, Launcher
 from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool
 from hsswap.driver.tensor import contiguous_strides
 
@@ -83,34 +85,53 @@ def plan_decode(device: Launcher, work: AttendWork, shape: Shape) -> Decode | No
     """How attend_decode takes a call, None for those it cannot take."""
     if not _can_take(device, work, shape):
         return None
-    if shape.pairs >= device.sm_count and shape.spans <= FEW_SPANS:
-        return Decode(1, min(4, _power(shape.spans)), 1, 2, True, 2)
+    for plan in decode_plans(device, work.units.group, shape):
+        if plan.cluster <= PORTABLE_CLUSTER or _fits(device, work, shape, plan):
+            return plan
+    return None
+
+
+def decode_plans(chip: Chip, group: LayerGroup, shape: Shape) -> Iterator[Decode]:
+    """Plans in order of preference. A cluster over :data:`PORTABLE_CLUSTER` is only for a GPU on
+    which all of them run at once; the first other one is good everywhere.
+    """
+    if shape.pairs >= chip.sm_count and shape.spans <= FEW_SPANS:
+        yield Decode(1, min(4, _power(shape.spans)), 1, 2, True, 2)
+        return
     for size in CLUSTERS:
         # Half of the multiprocessors are enough, and all clusters run at once.
-        if shape.pairs * size <= device.sm_count // (2 if size > 2 else 1):
+        if shape.pairs * size <= chip.sm_count // (2 if size > 2 else 1):
             plan = _clustered(size, shape)
-            if plan is not None and _fits(device, work, shape, plan):
-                return plan
-    if shape.leaves_a_span > MOST_WARPS:
-        return None
-    # Two stages let two blocks share a multiprocessor; more in flight is slower then.
-    stages = 4 if shape.spans * shape.pairs <= device.sm_count else 2
-    blocks_a_sm = 2 if stages == 2 and shape.leaves_a_span <= 8 else 1
-    return Decode(0, shape.leaves_a_span, 1, stages, False, blocks_a_sm)
+            if plan is None or _shared(group, shape, plan) > chip.shared_bytes_limit:
+                continue
+            yield plan
+            if plan.cluster <= PORTABLE_CLUSTER:
+                return
+    if shape.leaves_a_span <= MOST_WARPS:
+        # Two stages let two blocks share a multiprocessor; more in flight is slower then.
+        stages = 4 if shape.spans * shape.pairs <= chip.sm_count else 2
+        blocks_a_sm = 2 if stages == 2 and shape.leaves_a_span <= 8 else 1
+        yield Decode(0, shape.leaves_a_span, 1, stages, False, blocks_a_sm)
+
+
+def decode_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:
+    """Whether attend_decode takes calls of such units."""
+    return (
+        chip.compute_capability >= (9, 0)
+        and group.head_dim in (64, 128)
+        and group.value_dim == group.head_dim
+        and group.group_size <= 8
+        and block_size == 16
+        and not transform_of(group)
+    )
 
 
 def _can_take(device: Launcher, work: AttendWork, shape: Shape) -> bool:
-    group = work.units.group
     contiguous = contiguous_strides(work.queries.shape, 2)
     return not (
-        device.compute_capability < (9, 0)
-        or isinstance(work.units, PagePool)
+        isinstance(work.units, PagePool)
         or shape.rows != 1
-        or group.head_dim not in (64, 128)
-        or group.value_dim != group.head_dim
-        or group.group_size > 8
-        or work.units.block_size != 16
-        or transform_of(group)
+        or not decode_takes(device, work.units.group, work.units.block_size)
         or not (is_wide(work) and work.queries.address % 8 == 0 and shape.entries > 0)
         or work.queries.strides[3] != 2
         or any(s % 8 for s in work.queries.strides[:3])
@@ -132,10 +153,8 @@ def _clustered(size: int, shape: Shape) -> Decode | None:
 
 
 def _fits(device: Launcher, work: AttendWork, shape: Shape, plan: Decode) -> bool:
-    """Whether a plan has the shared memory, and the device such clusters."""
-    shared = _shared(work, shape, plan)
-    if shared > device.shared_bytes_limit or plan.cluster <= PORTABLE_CLUSTER:
-        return shared <= device.shared_bytes_limit
+    """Whether the device runs all clusters of a plan at once."""
+    shared = _shared(work.units.group, shape, plan)
     constants, block = _constants(work, plan), Grid(32 * plan.warps)
     active = device.max_active_clusters("attend_decode", constants, block, shared, plan.cluster)
     return shape.pairs <= active
@@ -150,8 +169,8 @@ def _constants(work: AttendWork, plan: Decode) -> dict[str, int | str]:
     return dim_constants(work.units.group, work.units.block_size) | plan.constants()
 
 
-def _shared(work: AttendWork, shape: Shape, plan: Decode) -> int:
-    return plan.shared_bytes(shape, work.units.group.head_dim, work.units.group.group_size)
+def _shared(group: LayerGroup, shape: Shape, plan: Decode) -> int:
+    return plan.shared_bytes(shape, group.head_dim, group.group_size)
 
 
 def launch_decode(
@@ -168,7 +187,7 @@ def launch_decode(
         device, stream, work, shape, plan.parts(shape), end, partial=not plan.cluster
     )
     grid = Grid(max(1, plan.cluster) * group.kv_heads, plan.shares(shape), shape.sequences)
-    shared = _shared(work, shape, plan)
+    shared = _shared(group, shape, plan)
     device.launch(
         stream,
         "attend_decode",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hsswap.config import LayerGroup
+from hsswap.config import LayerGroup, ModelDims
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_seam import Launcher, format_constants
 from hsswap.driver.operations import (
@@ -50,18 +50,25 @@ class Shape:
     @classmethod
     def of(cls, work: AttendWork) -> Shape:
         """The sizes of a call."""
-        sequences, rows, q_heads, _ = work.queries.shape
-        entries = work.slots.shape[2]
-        size = work.units.block_size
+        sequences, rows = work.queries.shape[:2]
+        sizes = (sequences, rows, int(work.slots.shape[2]))
+        return cls.of_sizes(work.units.group, work.units.block_size, work.span_blocks, sizes)
+
+    @classmethod
+    def of_sizes(
+        cls, group: LayerGroup, block_size: int, span_blocks: int, sizes: tuple[int, int, int]
+    ) -> Shape:
+        """``sizes``: sequences, rows of each, entries of each list."""
+        sequences, rows, entries = sizes
         return cls(
             sequences,
             rows,
             entries,
-            sequences * work.units.group.kv_heads,
-            -(-entries // work.span_blocks),
-            -(-entries * size // LEAF_TOKENS),
-            work.span_blocks * size // LEAF_TOKENS,
-            sequences * rows * q_heads,
+            sequences * group.kv_heads,
+            -(-entries // span_blocks),
+            -(-entries * block_size // LEAF_TOKENS),
+            span_blocks * block_size // LEAF_TOKENS,
+            sequences * rows * group.q_heads,
         )
 
 
@@ -204,6 +211,11 @@ def transform_of(group: LayerGroup) -> int:
 
 def _first_unit(units: UnitPool | PagePool) -> int:
     return units.keys.address if isinstance(units, PagePool) else units.memory.address
+
+
+def unit_bytes_of(group: LayerGroup, block_size: int) -> int:
+    """Bytes of a unit."""
+    return ModelDims((group,), block_size).unit_bytes(group)
 
 
 def _unit_bytes(units: UnitPool | PagePool) -> int:

@@ -101,7 +101,7 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         return
     most = MASS_BLOCKS_AN_SM * device.sm_count
     query_groups = -(-group.group_size // QUERIES)
-    in_turn = THREADS // WARP * (TOGETHER if _is_tiled(codes) else 1)
+    in_turn = THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
     grid = Grid(
         min(-(-blocks // in_turn), max(1, most // (heads * query_groups))),
         heads,
@@ -176,7 +176,7 @@ def _mass(
         0 if last is None else last.chosen.shape[1],
         int(work.first),
     )
-    tiled = _is_tiled(codes)
+    tiled = is_tiled(codes.block_size)
     # Four floats a bit; and two registers of B a lane for each step of two bits.
     shared_bytes = PLANE_BITS * planes * 16 + (-(-planes // 8) * 8 * WARP * 8 if tiled else 0)
     if shared_bytes > device.shared_bytes_limit:
@@ -185,9 +185,9 @@ def _mass(
     device.launch(stream, kernel, {}, grid, Grid(THREADS), shared_bytes, params)
 
 
-def _is_tiled(codes: LayerCodes) -> bool:
+def is_tiled(block_size: int) -> bool:
     """Whether a block's tokens are whole rows of an mma."""
-    return codes.block_size % ROW_TOKENS == 0
+    return block_size % ROW_TOKENS == 0
 
 
 def _list(device: Launcher, stream: Stream, name: str, given: I32 | Tensor) -> int:

@@ -59,23 +59,38 @@ class Modules:
         found = self._functions.get(key)
         if found is not None:
             return found
-        with self._lock:
-            found = self._functions.get(key)
-            if found is None:
-                with self._context.relaxed():
-                    found = self._functions[key] = self._load(key)
-            return found
+        self.load([key])
+        return self._functions[key]
 
-    def _load(self, key: Key) -> _Function:
-        kernel = ptx.KERNELS.get(key[0])
-        if kernel is None:
-            raise DeviceError(f"kernel {key[0]!r} is unknown; known: {', '.join(ptx.KERNELS)}")
+    def load(self, keys: list[Key]) -> None:
+        """Compile and load kernels, those of one file and set of constants together; blocks.
+
+        Raises DeviceError for the first that fails.
+        """
+        files: dict[Key, ptx.Kernel] = {}
+        for name, constants in keys:
+            kernel = ptx.KERNELS.get(name)
+            if kernel is None:
+                raise DeviceError(f"kernel {name!r} is unknown; known: {', '.join(ptx.KERNELS)}")
+            if (kernel.file, constants) not in self._modules:
+                files[kernel.file, constants] = kernel
+        # Without the lock: what is loaded can be launched meanwhile, and the compiler lets go of
+        # the interpreter.
+        asked = [(kernel, dict(file[1])) for file, kernel in files.items()]
+        cubins = dict(zip(files, self._compiler.compile_all(asked), strict=True))
+        with self._lock, self._context.relaxed():
+            for key in keys:
+                if key not in self._functions:
+                    self._functions[key] = self._load(key, cubins)
+
+    def _load(self, key: Key, cubins: dict[Key, bytes]) -> _Function:
+        kernel = ptx.KERNELS[key[0]]
         driver = self._context.driver
         what = f"{self._context.name}: loading kernel {key[0]}"
         module_key = (kernel.file, key[1])
         module = self._modules.get(module_key)
         if module is None:
-            cubin = self._compiler.compile(kernel, dict(key[1])).cubin
+            cubin = cubins[module_key]
             image = ctypes.create_string_buffer(cubin, len(cubin))
             module = checked(driver.cuModuleLoadData(ctypes.addressof(image)), what)
             self._modules[module_key] = module

@@ -34,16 +34,20 @@ def format_constants(dtype: str) -> dict[str, int | str]:
     return {"FP16": 1} if dtype == "f16" else {}
 
 
-class Launcher(Protocol):
-    """The part of ``CudaDevice`` that launch code uses."""
-
-    arch: str
-    """``"sm_90a"``: what the kernels are compiled for."""
+class Chip(Protocol):
+    """What the choice of kernels depends on, of a GPU."""
 
     compute_capability: tuple[int, int]
     sm_count: int
     shared_bytes_limit: int
     """Bytes of dynamic shared memory that a thread block may ask for (227 KiB on sm_90)."""
+
+
+class Launcher(Chip, Protocol):
+    """The part of ``CudaDevice`` that launch code uses."""
+
+    arch: str
+    """``"sm_90a"``: what the kernels are compiled for."""
 
     def launch(
         self,
@@ -61,14 +65,12 @@ class Launcher(Protocol):
         """Launch a kernel of the table on ``stream``.
 
         ``constants`` become -D options; each set of them is a module of its own, compiled at its
-        first use (some 0.3 s; 1 ms from the cache on disk) and kept: call :meth:`prepare` earlier
-        where that matters. A grid with no block is no launch. ``cluster``: thread blocks of a
-        cluster, in x. ``follows``: the kernel may begin before the one ahead of it has ended, and
-        waits for it itself (griddepcontrol.wait, sm_90 and newer). Raises DeviceError.
+        first use (some 0.3 s; 1 ms from the cache on disk) and kept: ``cuda_prepare`` lists what a
+        swap launches, so that it is there before. A grid with no block is no launch. ``cluster``:
+        thread blocks of a cluster, in x. ``follows``: the kernel may begin before the one ahead of
+        it has ended, and waits for it itself (griddepcontrol.wait, sm_90 and newer). Raises
+        DeviceError.
         """
-
-    def prepare(self, kernel: str, constants: Mapping[str, int | str]) -> None:
-        """Compile and load what :meth:`launch` would; blocks. Any thread may call it."""
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Make an index array readable for the kernels that this stream launches next.

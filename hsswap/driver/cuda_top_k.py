@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.cuda_operations import (
@@ -39,6 +40,11 @@ KEPT_KEYS = 24576
 """Blocks of which select keeps the keys in shared memory, 96 KiB."""
 
 
+def code_chunk(rank: int, *addresses: int) -> dict[str, int]:
+    """Of project and score. ``addresses``: of codes and matrix, multiples of 16 if not given."""
+    return {"CHUNK": 1 if rank % 8 or any(address % 16 for address in addresses) else 8}
+
+
 def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
     """The query times the matrix, then that times the codes."""
     codes, group = work.codes, work.codes.group
@@ -49,7 +55,7 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
     _, _, tokens, rank = codes.codes.shape
     address = contiguous_address(codes.codes, 2, "codes")
     matrix = matrix_address(device, stream, codes.matrix)
-    chunk = {"CHUNK": 8 if rank % 8 == 0 and (address | matrix) % 16 == 0 else 1}
+    chunk = code_chunk(rank, address, matrix)
     params = struct.pack(
         "<QqqQQQQQqiiiiiifi",
         work.queries.address,
@@ -71,7 +77,7 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
         0,
     )
     block = Grid(THREADS)
-    if chunk["CHUNK"] == 8 and _fits_tiles(work):
+    if chunk["CHUNK"] == 8 and fits_tiles(group, tokens, rank):
         in_turn = max(1, 128 // rank) * (THREADS // WARP)
         most = max(1, TILED_BLOCKS_AN_SM * device.sm_count // heads)
         grid = Grid(min(most, -(-count // in_turn)), heads)
@@ -88,10 +94,8 @@ def score(device: Launcher, stream: Stream, work: ScoreWork) -> None:
     device.launch(stream, "score", chunk, grid, block, 0, params, follows=True)
 
 
-def _fits_tiles(work: ScoreWork) -> bool:
-    """Whether score_tiled.cu takes a call: its first lines say which."""
-    group = work.codes.group
-    _, _, tokens, rank = work.codes.codes.shape
+def fits_tiles(group: LayerGroup, tokens: int, rank: int) -> bool:
+    """Whether score_tiled.cu takes blocks of so many tokens: its first lines say which."""
     dim = group.head_dim
     shared_bytes = 2 * (16 * (dim + 8) + dim * (rank + 8)) + 32 * rank
     return (
@@ -104,6 +108,11 @@ def _fits_tiles(work: ScoreWork) -> bool:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
+
+
+def keys_of(blocks: int) -> dict[str, int]:
+    """Constants of select_few for so many blocks."""
+    return {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
 
 
 def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
@@ -169,7 +178,7 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     kernel, constants = "select", {}
     if few:
         kernel = "select_few"
-        constants = {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
+        constants = keys_of(blocks)
     block = Grid(SELECT_THREADS)
     device.launch(stream, kernel, constants, Grid(heads), block, shared_bytes, params, follows=True)
 

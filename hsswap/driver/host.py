@@ -41,6 +41,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.driver.preparing import PrepareWork
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError
@@ -110,6 +111,9 @@ class HostDevice(Device):
 
     def reads_in_place(self, rows: int) -> bool:
         return True  # one memory: a gather is a copy more
+
+    def prepare(self, work: PrepareWork) -> None:
+        """Nothing: NumPy is ready."""
 
     def append(self, stream: Stream, work: AppendWork) -> None:
         """See :class:`AppendWork`."""

@@ -7,7 +7,10 @@ guide). Nothing here needs a GPU.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from hsswap.driver.cubin_cache import CubinCache
 from hsswap.errors import DeviceError
 
 OPTIONS = ("-std=c++17",)
+MOST_THREADS = 16  # that compile at a time
 INSTALL = "pip install 'hsswap[cuda]' (the package nvidia-cuda-nvrtc)"
 
 
@@ -103,6 +107,16 @@ class Compiler:
         compiled = _compile(kernel.file, text, included, options)
         self._cache.put(facts, compiled.cubin)
         return compiled
+
+    def compile_all(self, asked: Sequence[tuple[ptx.Kernel, ptx.Constants]]) -> list[bytes]:
+        """Cubins of many, side by side: NVRTC takes calls of many threads at once, 0.1 to 1 s of
+        processor time each. Raises DeviceError for the first that does not compile.
+        """
+        if len(asked) < 2:
+            return [self.compile(*each).cubin for each in asked]
+        threads = min(len(asked), MOST_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="hsswap-nvrtc") as pool:
+            return [made.cubin for made in pool.map(lambda each: self.compile(*each), asked)]
 
 
 def _compile(name: str, text: str, included: dict[str, str], options: list[str]) -> Compiled:
