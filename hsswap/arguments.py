@@ -102,18 +102,27 @@ def block_tensor(
         raise ArgumentError(f"{what} is given neither on the device nor in host memory")
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
         address = int(given)
-        steps = contiguous_strides(shape, BF16_BYTES) if strides is None else tuple(strides)
-        if len(steps) != 3 or any(step % BF16_BYTES for step in steps):
+        steps = contiguous_strides(shape, BF16_BYTES) if strides is None else strides
+        if not _are_strides(steps):
             raise ArgumentError(f"strides of {what} are {strides}; give 3 even numbers of bytes")
-        if address <= 0 or address % BF16_BYTES:
+        if not 0 < address < 1 << 63 or address % BF16_BYTES:
             raise ArgumentError(f"{what} is {address}; a device pointer to BF16 is needed")
-        return Tensor(address, shape, steps, "bf16", pool.device_memory.on_device, None)
+        return Tensor(address, shape, tuple(steps), "bf16", pool.device_memory.on_device, None)
     if strides is not None:
         raise ArgumentError(f"strides of {what} go with a pointer; an array has its own")
     flat = shape[0] == 1 and len(getattr(given, "shape", ())) == 2
     tensor = tensor_of(given, "bf16", shape[1:] if flat else shape, what, written=written)
     pool.check_reachable(tensor, what)
     return tensor.as_batch() if flat else tensor
+
+
+def _are_strides(steps: object) -> bool:
+    """Whether these are the strides of three axes of BF16."""
+    three = isinstance(steps, tuple | list) and len(steps) == 3
+    return three and all(
+        isinstance(step, int | np.integer) and not step % BF16_BYTES
+        for step in steps  # type: ignore[attr-defined]
+    )
 
 
 def leading(array: object, what: str) -> int:

@@ -61,7 +61,10 @@ def row_counts(rows: ArrayLike | None, sequences: int, total: int) -> list[int]:
                 f"{total} query rows for {sequences} sequences; give rows=[...], how many each has"
             )
         return [total // sequences] * sequences
-    counts = np.asarray(rows)
+    try:
+        counts = np.asarray(rows)
+    except ValueError as error:
+        raise ArgumentError(f"rows is {rows!r}; give one number for each sequence") from error
     fits = counts.ndim == 1 and len(counts) == sequences and counts.dtype.kind in "iu"
     if not fits or (counts < 1).any() or int(counts.sum()) != total:
         raise ArgumentError(
@@ -246,12 +249,15 @@ class BatchCalls(SeedCalls):
         """
         pool = self.pool_of(checked_layer(layer, self.config.dims.layers))
         packed = Packed.of(pool, queries, out, lse_out, sinks)
+        if not isinstance(sequences, list | tuple):
+            kind = type(sequences).__name__
+            raise ArgumentError(f"sequences is a {kind}; give a list of this swap's sequences")
         counts = row_counts(rows, len(sequences), packed.queries.shape[0])
         raw_stream = self.stream_of(stream)
         with ExitStack() as guards:
             for sequence in sequences:
-                if sequence._swap is not self:
-                    raise ArgumentError(f"{sequence!r} belongs to another swap")
+                if getattr(sequence, "_swap", None) is not self:
+                    raise ArgumentError(f"{sequence!r} belongs to another swap or to none")
                 guards.enter_context(sequence._exclusive("attend"))
             asked: list[Query] = []
             start = 0

@@ -34,7 +34,7 @@ class PredictorConfig:
         require(self.kind in known, f"kind {self.kind!r} is unknown; known: {', '.join(known)}")
         require_finite(self, ("metadata_ratio",))
         require(
-            1 / 128 <= self.metadata_ratio <= 1 / 4,
+            self.metadata_ratio is not None and 1 / 128 <= self.metadata_ratio <= 1 / 4,
             f"metadata_ratio is {self.metadata_ratio}; it must be from 1/128 to 1/4",
         )
         if self.context_tokens is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from hsswap.coding import code_blocks
 from hsswap.errors import ArgumentError
+from hsswap.io.keys import as_tokens
 from hsswap.reshaping import Reshaping
 from hsswap.tiers import I64
 
@@ -26,9 +26,7 @@ class Reusing(Reshaping):
         a block cannot be written.
         """
         with self._exclusive("commit"):
-            given = np.asarray(tokens)
-            if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-                raise ArgumentError("tokens must be a one-dimensional array of whole numbers")
+            given = as_tokens(tokens)
             shortest = min(cache.length for cache in self._layers)
             if len(given) > shortest:
                 raise ArgumentError(

@@ -12,6 +12,7 @@ from hsswap.driver.base import Event, Stream
 from hsswap.retiring import Resident
 from hsswap.seed_state import NamedBlocks
 from hsswap.swap_state import SwapState
+from hsswap.tiers import SlotState
 from hsswap.writeback import Batch
 
 
@@ -65,7 +66,8 @@ class SeedUse(SwapState):
             self.prefetcher.plan(("ids", owner), [])
         named.plans.clear()
         await named.unused()
-        await self.prefetcher.until(lambda: self.closed or not self._is_read(index))
+        # Until then nothing is given up: a call that is cancelled has changed nothing.
+        await self.prefetcher.until(lambda: self.closed or not self._is_in_use(index))
 
         def free() -> None:
             named.valid[:, index] = 0
@@ -95,10 +97,19 @@ class SeedUse(SwapState):
         batch.blocks.pool.reserved_slots -= 1
         return batch
 
-    def _is_read(self, index: int) -> bool:
-        """Whether work in flight reads a parked block of that id."""
-        batches = [batch for key, batch in self.named.parked.items() if key[1] == index]
-        return any(batch.blocks.pool.tier.leases[batch.slots].any() for batch in batches)
+    def _is_in_use(self, index: int) -> bool:
+        """Whether I/O or work in flight uses a block of that id. Parked ones wait for a flush."""
+        for layer in range(self.config.dims.layers):
+            pool = self.pool_of(layer)
+            slot = pool.tier.lookup(layer - pool.first_layer, np.array([index]))
+            if slot[0] < 0:
+                continue
+            state = pool.tier.state[slot[0]]
+            parked = (layer, index) in self.named.parked
+            written = state == SlotState.CLEAN or self.writes.all_failed(pool, slot)
+            if pool.tier.leases[slot[0]] or not (parked or written):
+                return True
+        return False
 
     def _take_resident(self, layer: int, index: int) -> Resident:
         """The device slot of a block, which is no longer its."""

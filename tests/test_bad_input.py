@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsswap import ArgumentError, ClosedError, HighSpeedSwap, OutOfSlots, Sequence
+from hsswap import (
+    ArgumentError,
+    ClosedError,
+    ConfigError,
+    HighSpeedSwap,
+    OutOfSlots,
+    PredictorConfig,
+    Sequence,
+)
 from hsswap.driver.tensor import Tensor
 from hsswap.io.memory import MemoryIO
 from tests.swap_cases import SMALL, config_for, random_case
@@ -141,3 +149,90 @@ async def test_more_sequences_than_slots_serve_are_refused_with_the_number() -> 
         with pytest.raises(OutOfSlots, match="max_sequences is 2"):
             held[0].fork()
         assert state(swap, held[0]) == before
+
+
+async def test_tokens_rows_and_lists_of_other_kinds() -> None:
+    """What NumPy itself stumbles over is refused in our words."""
+    ragged: Any = [[1, 2], [3]]
+    async with watched(config_for(CASE)) as swap:
+        sequence = swap.sequence()
+        await sequence.append(0, KEYS[:40], VALUES[:40])
+        block = await swap.alloc_disk_block_id()
+        before = state(swap, sequence)
+        out: Any = np.zeros((1, 6, 16), np.uint16)
+        one: Any = QUERIES[39:40]
+        rows: dict[str, Any] = {"k_block_host": KEYS[:16], "v_block_host": VALUES[:16]}
+        address = KEYS.ctypes.data
+        no_ids: list[Any] = [[], (), np.zeros((0, 2)), None, 1.5]
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: sequence.commit(ragged),
+            lambda: sequence.commit(np.array([2**64 - 1], np.uint64)),
+            lambda: swap.open_prefix(ragged),
+            lambda: swap.attend_batch(0, [sequence], one, out, rows=ragged),
+            *(
+                lambda which=which: swap.attend_batch(0, which, one, out)
+                for which in (None, 1, "a", [None], iter([sequence]), np.zeros(1))
+            ),
+            *(
+                lambda which=which: swap.offload_block(layer=0, block=which, **rows)
+                for which in no_ids
+            ),
+            lambda: swap.inc_disk_ref(block=[]),  # type: ignore[arg-type]
+            lambda: swap.dec_disk_ref(block=[]),  # type: ignore[arg-type]
+            *(
+                lambda strides=strides: swap.offload_block(
+                    layer=0, block=block, k_block_dev=address, v_block_dev=address,
+                    k_strides=strides,
+                )
+                for strides in (1, (64, 32), (64, 32, 1), (64.0, 32.0, 2.0), "abc", np.ones(3))
+            ),
+            lambda: swap.offload_block(
+                layer=0, block=block, k_block_dev=2**70, v_block_dev=address
+            ),
+        ]  # fmt: skip
+        for number, call in enumerate(calls):
+            with pytest.raises(ArgumentError):
+                await call()
+            assert state(swap, sequence) == before, number
+        with pytest.raises(ArgumentError):
+            swap.disk_refcount(block=[])  # type: ignore[arg-type]
+        await swap.dec_disk_ref(block=block)
+    with pytest.raises(ConfigError):
+        PredictorConfig(metadata_ratio=None)  # type: ignore[arg-type]
+
+
+class Exporter:
+    """An array of a framework that breaks its word."""
+
+    shape = KEYS[:20].shape
+
+    def __init__(self, **broken: Any) -> None:
+        vars(self).update(broken)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Exporter(__dlpack_device__=lambda: (1, 0), __dlpack__=lambda: 5),
+        Exporter(__dlpack_device__=lambda: (), __dlpack__=lambda: 5),
+        Exporter(__dlpack__=lambda: None),
+        Exporter(__cuda_array_interface__=None),
+        Exporter(__cuda_array_interface__={"shape": Exporter.shape, "typestr": "<u2"}),
+        Exporter(
+            __cuda_array_interface__={"shape": 3, "typestr": "<u2", "data": (KEYS.ctypes.data, 0)}
+        ),
+        Exporter(
+            __cuda_array_interface__={"shape": Exporter.shape, "typestr": "?!", "data": (0, True)}
+        ),
+    ],
+)
+async def test_arrays_that_cannot_be_read(given: Exporter) -> None:
+    async with watched(config_for(CASE)) as swap:
+        sequence = swap.sequence()
+        before = state(swap, sequence)
+        with pytest.raises(ArgumentError, match="keys"):
+            await sequence.append(0, given, VALUES[:20])
+        assert state(swap, sequence) == before

@@ -66,11 +66,9 @@ def exported(obj: Any, dtype: str, what: str) -> Exported:
         kind = int(obj.__dlpack_device__()[0])
         # -1: no stream of the producer is to be waited for.
         capsule = obj.__dlpack__(stream=-1) if kind == CUDA else obj.__dlpack__()
+        tensor = _Tensor.from_address(_pointer_in(capsule))
     except Exception as error:  # of any framework
         raise ArgumentError(f"{what} cannot be exported through DLPack: {error}") from error
-    api = ctypes.pythonapi.PyCapsule_GetPointer
-    api.restype, api.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = _Tensor.from_address(api(capsule, b"dltensor"))
     if tensor.device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise ArgumentError(f"{what} is in memory of kind {tensor.device_type}; give CPU or CUDA")
     if (tensor.code, tensor.bits) not in KINDS[dtype] or tensor.lanes != 1:
@@ -90,3 +88,10 @@ def exported(obj: Any, dtype: str, what: str) -> Exported:
     address = (tensor.data or 0) + tensor.byte_offset
     # The capsule was not taken over: when it goes, the producer takes its array back.
     return Exported(address, shape, strides, tensor.device_type == CUDA, (capsule, obj))
+
+
+def _pointer_in(capsule: object) -> int:
+    """The address in a capsule of this version. Raises ValueError for what is none."""
+    api = ctypes.pythonapi.PyCapsule_GetPointer
+    api.restype, api.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return int(api(capsule, b"dltensor"))

@@ -160,13 +160,17 @@ def _check_dtype(given: DTypeLike, dtype: str, what: str) -> None:
 
 
 def _from_cuda_interface(obj: object, dtype: str, what: str, written: bool) -> Tensor:
-    facts: dict[str, Any] = obj.__cuda_array_interface__  # type: ignore[attr-defined]
-    if written and facts["data"][1]:
+    try:
+        facts: dict[str, Any] = obj.__cuda_array_interface__  # type: ignore[attr-defined]
+        address, read_only = facts["data"]
+        given, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
+        strides = facts.get("strides") or contiguous_strides(shape, _DTYPES[dtype].itemsize)
+        tensor = Tensor(int(address), shape, tuple(strides), dtype, True, obj)
+    except Exception as error:  # of any framework
+        raise ArgumentError(f"{what} has no __cuda_array_interface__ to read: {error!r}") from error
+    if written and read_only:
         raise ArgumentError(f"{what} is read-only; give an array that can be written")
-    given = np.dtype(facts["typestr"])
     # Frameworks without a BF16 type string give 2-byte voids or integers for it.
     if not (dtype == "bf16" and given.itemsize == 2 and given.kind in "iuV"):
         _check_dtype(given, dtype, what)
-    shape = tuple(facts["shape"])
-    strides = facts.get("strides") or contiguous_strides(shape, _DTYPES[dtype].itemsize)
-    return Tensor(int(facts["data"][0]), shape, tuple(strides), dtype, True, obj)
+    return tensor

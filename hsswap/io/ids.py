@@ -54,7 +54,7 @@ def as_ids(ids: ArrayLike) -> NDArray[np.int64]:
     """Ids as an int64 array. Raises ArgumentError for other shapes and kinds of numbers."""
     try:
         array = np.asarray(ids)
-        if array.size == 0:
+        if array.size == 0 and array.ndim == 1:
             return np.empty(0, np.int64)
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise ArgumentError(

@@ -19,6 +19,21 @@ from hsswap.errors import ArgumentError
 KEY_BYTES = 32
 
 
+def as_tokens(tokens: ArrayLike) -> NDArray[np.int64]:
+    """Tokens as an int64 array ``[n]``. Raises ArgumentError for other shapes and numbers."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:  # rows of unequal length
+        raise ArgumentError(f"tokens must be a one-dimensional array: {error}") from error
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ArgumentError("tokens must be a one-dimensional array of whole numbers")
+    if array.dtype == np.uint64 and (array >> np.uint64(63)).any():
+        raise ArgumentError("tokens must be whole numbers below 2**63")
+    return array.astype(np.int64)
+
+
 class PrefixKeys:
     """Makes the keys of one store. ``salt``: up to 64 bytes."""
 
@@ -30,11 +45,7 @@ class PrefixKeys:
 
     def of(self, tokens: ArrayLike) -> list[bytes]:
         """The key of every full block of the tokens, in order. Raises ArgumentError."""
-        array = np.asarray(tokens)
-        if array.size == 0:
-            return []
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ArgumentError("tokens must be a one-dimensional array of integers")
+        array = as_tokens(tokens)
         size = self._block_size
         content = memoryview(array.astype("<i8").tobytes())
         keys: list[bytes] = []
