@@ -92,5 +92,5 @@ def _gpu() -> tuple[str | None, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout; HSSWAP_COMMIT names it where the history did not travel."""
-    return _output_of(["git", "rev-parse", "HEAD"]) or os.environ.get("HSSWAP_COMMIT")
+    """What HSSWAP_COMMIT says, where the history did not travel; else the checkout's commit."""
+    return os.environ.get("HSSWAP_COMMIT") or _output_of(["git", "rev-parse", "HEAD"])

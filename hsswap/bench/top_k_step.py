@@ -351,7 +351,7 @@ def _measure(
         "floor": floor,
         "missing_units": found,
         "error": error,
-        "baseline_error": float("nan"),
+        "baseline_error": None,
         "correct": correct,
         "passed": correct and (floor is None or ratio.high <= floor),
     }
