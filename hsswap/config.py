@@ -200,7 +200,8 @@ class SwapConfig:
     the next layer while this one is attended. ``persist``: the store in ``directory`` outlives the
     swap, and what a sequence has committed is found again by
     :meth:`~hsswap.HighSpeedSwap.open_prefix`; it is opened with the
-    same ``dims``, ``capacity_tokens`` and ``fingerprint``, which names the model and its weights.
+    same ``dims`` and ``fingerprint``, which names the model and its weights, and with as many
+    ``capacity_tokens`` or more.
     ``disk_bytes``: what its files may take in all (None: what the capacity needs). ``predictor``:
     what top-k mode ranks blocks with, in device memory beside the slots;
     None: exact mode only.
