@@ -26,6 +26,18 @@ OUTBOXES = 2
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 
+def check_tokens(tokens: object, what: str, limit: int = NO_TOKEN) -> None:
+    """Raise ArgumentError for what is no list of whole numbers from 0 to under ``limit``."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:
+        raise ArgumentError(f"{what} are no list of whole numbers: {error}") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"{what} are no list of whole numbers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < limit:
+        raise ArgumentError(f"{what} are {array.min()} to {array.max()}; give 0 to {limit - 1}")
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
     """Where one sequence begins: ``tokens`` whose K and V count (a prompt), the ``pending`` token
@@ -38,6 +50,18 @@ class SequenceStart:
     capacity: int
     last_pred: int = 0
     choice: Choice = GREEDY
+
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for what is no token or capacity."""
+        pending = () if self.pending is None else (self.pending,)
+        check_tokens(self.tokens, "tokens")
+        check_tokens((*pending, self.last_pred), "pending and last_pred")
+        if not isinstance(self.choice, Choice):
+            raise ArgumentError(f"choice is {self.choice!r}; give a Choice")
+        capacity = self.capacity
+        whole = isinstance(capacity, int | np.integer) and not isinstance(capacity, bool)
+        if not whole or not 0 <= capacity < 1 << 31:
+            raise ArgumentError(f"capacity is {capacity!r}; give a whole number of tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +109,8 @@ class StreamBufs(Closeable):
     ) -> None:
         sizes = {"k": k, "m_rounds": m_rounds, "batch": batch, "history_tokens": history_tokens}
         for name, value in sizes.items():
-            if value < 1:
-                raise ArgumentError(f"{name} is {value}; 1 and more")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{name} is {value!r}; a whole number, 1 and more")
         self.k, self.m_rounds, self.batch = k, m_rounds, batch
         self._kernels = device.round_kernels()
         # What a drain brings to the host comes first, so that one copy takes it.
@@ -142,6 +166,27 @@ class StreamBufs(Closeable):
         """Flags and stop tokens, with the model's vocabulary."""
         return RoundRules(self.flags, self.stop_tokens, vocab_size)
 
+    def check_starts(self, sequences: object, vocab_size: int, *, greedy: bool) -> None:
+        """Raise ArgumentError for sequences that cannot begin; ``greedy``: none may be sampled."""
+        if not isinstance(sequences, list | tuple):
+            raise ArgumentError(f"sequences is a {type(sequences).__name__}; give a list")
+        room = self.history.shape[1]
+        for sequence in sequences:
+            if not isinstance(sequence, SequenceStart):
+                raise ArgumentError(f"{sequence!r} is no SequenceStart")
+            pending = () if sequence.pending is None else (sequence.pending,)
+            check_tokens(sequence.tokens, "tokens", vocab_size)
+            check_tokens((*pending, sequence.last_pred), "pending and last_pred", vocab_size)
+            if not len(sequence.tokens) <= sequence.capacity < room:
+                raise ArgumentError(
+                    f"a capacity of {sequence.capacity} for a sequence of {len(sequence.tokens)} "
+                    f"tokens; it must be as many or more, and under history_tokens ({room})"
+                )
+            if sequence.choice.temperature and greedy:
+                raise ArgumentError(
+                    "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
+                )
+
     async def start(
         self, stream: Stream, sequences: Sequence[SequenceStart], stop_tokens: Sequence[int] = ()
     ) -> None:
@@ -151,6 +196,7 @@ class StreamBufs(Closeable):
         sequences, tokens or stop tokens than there is room for.
         """
         room, stops = self.history.shape[1], self.stop_tokens.shape[1]
+        check_tokens(stop_tokens, "stop tokens")
         if len(sequences) != self.batch:
             raise ArgumentError(f"{len(sequences)} sequences for a batch of {self.batch}")
         if len(stop_tokens) > stops:
@@ -190,7 +236,7 @@ class StreamBufs(Closeable):
         """
         if not self._free_outboxes:
             raise DeviceError(f"{OUTBOXES} bursts wait to be drained; drain one first")
-        outbox = self._free_outboxes.pop()
+        outbox = self._free_outboxes[-1]
         target = tensor_in(
             self._outboxes,
             "u32",
@@ -198,7 +244,9 @@ class StreamBufs(Closeable):
             offset_bytes=4 * outbox * self._report_words,
         )
         self._kernels.copy_add(stream, CopyWork(self._report, target))
-        return Published(outbox, stream.record())
+        published = Published(outbox, stream.record())
+        self._free_outboxes.pop()
+        return published
 
     async def drain_ring(self, published: Published) -> Drained:
         """Wait for a burst and read what it left: the one time that the host sees a value of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral, Real
 
 from hsswap.errors import ArgumentError
 
@@ -41,6 +42,12 @@ class Choice:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), Real):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give a number")
+        for name in ("top_k", "seed"):
+            if not isinstance(getattr(self, name), Integral):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give a whole number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ArgumentError(f"temperature is {self.temperature}; 0 or more")
         if not 0 <= self.top_k < 1 << 32:

@@ -191,17 +191,8 @@ class RoundStream:
         self._check_open()
         if self._under_way or self._iterating.locked():
             raise ArgumentError("start() while bursts are under way; iterate to the end, or close")
-        room = self._bufs.history.shape[1]
-        for sequence in sequences:
-            if not len(sequence.tokens) <= sequence.capacity < room:
-                raise ArgumentError(
-                    f"a capacity of {sequence.capacity} for a sequence of {len(sequence.tokens)} "
-                    f"tokens; it must be as many or more, and under history_tokens ({room})"
-                )
-            if sequence.choice.temperature and self._options.choosing is Choosing.GREEDY:
-                raise ArgumentError(
-                    "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
-                )
+        greedy = self._options.choosing is Choosing.GREEDY
+        self._bufs.check_starts(sequences, self._target.vocab_size, greedy=greedy)
         async with self._iterating:
             await self._begin(list(sequences), stop_tokens)
 
@@ -310,16 +301,29 @@ class RoundStream:
         launches = await in_thread(prepare, executor=self._thread)
 
         def enqueue() -> None:
+            done = 0
             self._bufs.begin(self.stream)
-            for _ in range(rounds):
-                launches.one()
-            published = self._bufs.publish(self.stream)
-            self._under_way.append(_UnderWay(published, rounds, admission.why))
+            try:
+                while done < rounds:
+                    launches.one()
+                    done += 1
+            finally:
+                if done:  # a round that was refused half-way has committed nothing
+                    self._publish(done, admission.why)
 
         if launches.is_quick:
             enqueue()
         else:
             await in_thread(enqueue, executor=self._thread)
+
+    def _publish(self, rounds: int, why: str) -> None:
+        """Behind rounds that are on the stream; if that is refused their tokens are lost."""
+        try:
+            published = self._bufs.publish(self.stream)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._under_way.append(_UnderWay(published, rounds, why))
 
     async def _drain(self) -> None:
         """Take in the oldest burst. Cancelled while waiting, it stays the oldest."""
