@@ -38,7 +38,7 @@ class AttendResult:
     share of the attention to full blocks that top-k left out, as the predictor has it: an estimate,
     right on average (see :class:`TopK`); 0 in exact mode. ``chosen``
     ``[kv_heads, n]``: the full blocks attended in top-k mode (-1: none, with a bound on the share
-    left out), None for all.
+    left out or with ``late_mass``), None for all.
     """
 
     out: object
@@ -122,7 +122,9 @@ def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
 
 
 async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> AttendResult:
-    """Attend what the predictor chooses; blocks that are only on disk are waited for."""
+    """Attend what the predictor chooses; blocks that are only on disk are waited for, but those
+    of little mass (``late_mass``).
+    """
     cache, device, stream = query.cache, swap.device, query.stream
     full = query.indices[: cache.length // cache.pool.block_size]
     await code_blocks(swap, stream, cache, full)
@@ -136,6 +138,11 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
             chosen_event = stream.record()
         await chosen_event.wait()
         swap.check_open()  # the choice's memory goes when the swap is closed
+        if layer.late is not None:
+            with swap.lock:
+                layer.late.leave_out(
+                    swap.prefetcher, choice, cache, query.indices, layer.pinned(len(full))
+                )
         wanted = choice.blocks_to_load()
         missed = 0
         step = swap.config.tile_blocks
@@ -154,6 +161,8 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
                     raise
                 swap.release_after(gathered, cache.pool, loaded.slots, scan=False)
         swap.check_open()
+        if layer.late is not None:
+            layer.late.came(choice)
     except BaseException:
         layer.reset()
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from hsswap.captured_layer import CapturedLayer, Held, TableMemory
+from hsswap.carving import first_columns
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
@@ -23,7 +24,7 @@ from hsswap.driver.tensor import Tensor
 from hsswap.exact import LayerCache
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.tiers import I64
-from hsswap.topk import MASS_DECAY, TopKLayer, first_columns
+from hsswap.topk import MASS_DECAY, TopKLayer
 
 
 class CapturedTopK(CapturedLayer):
@@ -41,6 +42,7 @@ class CapturedTopK(CapturedLayer):
     ) -> None:
         """``indices`` ``[first]``: the block indices of the full blocks."""
         super().__init__(device, cache, held, memory)
+        ranked.settle()
         self._ranked = ranked
         self._pinned = ranked.pinned(held.first)
         self._predictor = predictor

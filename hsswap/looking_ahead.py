@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hsswap.capturing import Capturing
+from hsswap.carving import carve, words_of
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.codes_operations import ScoreMemory
@@ -25,7 +26,7 @@ from hsswap.errors import HsswapError
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I64
-from hsswap.topk import MASS_DECAY, Choice, TopKLayer, carve
+from hsswap.topk import MASS_DECAY, Choice, TopKLayer
 
 if TYPE_CHECKING:
     from hsswap.swap_state import SwapState
@@ -163,7 +164,7 @@ def _enqueue(
     copy = UnitCache(real.slots, tensors["owner"], tensors["mass"], tensors["used"])
     pairs = ((real.owner, copy.owner), (real.mass, copy.mass), (real.used, copy.used))
     for source, target in pairs:
-        device.copy_words(stream, CopyWork(_words(source), _words(target)))
+        device.copy_words(stream, CopyWork(words_of(source), words_of(target)))
     remembered, choice = tensors["remembered"], glance.choice
     request = ScoreRequest(
         queries=query,
@@ -193,11 +194,4 @@ def _enqueue(
             missing=choice.missing,
             left_out=choice.left_out,
         ),
-    )
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The same memory as int32."""
-    return Tensor(
-        tensor.address, tensor.shape, tensor.strides, "i32", tensor.on_device, tensor.owner
     )

@@ -28,7 +28,7 @@ from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
-from hsswap.tiers import I32, I64, SlotState
+from hsswap.tiers import I32, I64, READING, SlotState
 
 READ_AHEAD_BYTES = 256 * 1024
 """Reading ahead waits until this much has room: a submission costs as much as reading 64 KiB."""
@@ -197,6 +197,20 @@ class Prefetcher:
         )
         return taken[0]
 
+    def begin(self, blocks: Blocks, spare: I32) -> None:
+        """Begin to read blocks that nobody waits for. They push out what needed ones may, but for
+        the slots ``spare``; what finds no room, or cannot be read, stays on disk. Under the lock.
+        """
+        tier = blocks.pool.tier
+        absent = blocks.indices[tier.lookup(blocks.group_layer, blocks.indices) < 0]
+        step = max(1, READ_AHEAD_BYTES // blocks.pool.block_bytes)
+        for start in range(0, 0 if self._closed or self._waiters else len(absent), step):
+            part = Blocks(blocks.pool, blocks.layer, absent[start : start + step])
+            slots = tier.take(part.group_layer, part.indices, READING, needed=True, spare=spare)
+            if slots is None:
+                break
+            self._submit(part, slots, Priority.PREFETCH)
+
     def abandon(self, pool: GroupPool, slots: I32) -> None:
         """Give back reserved slots that were not filled."""
         with self._lock:
@@ -320,9 +334,7 @@ class Prefetcher:
                     break  # too little room to be worth a submission yet
                 if count:
                     part = Blocks(blocks.pool, blocks.layer, absent[:count])
-                    slots = tier.take(
-                        blocks.group_layer, part.indices, SlotState.READING, needed=False
-                    )
+                    slots = tier.take(blocks.group_layer, part.indices, READING, needed=False)
                     assert slots is not None  # they are free
                     self._submit(part, slots, Priority.PREFETCH)
                 if count < len(absent):
@@ -367,7 +379,7 @@ class Prefetcher:
         count: one that failed is free, and may hold another of the blocks by now.
         """
         loads: dict[Load, list[int]] = {}
-        reading = slots[pool.tier.state[slots] == SlotState.READING]
+        reading = slots[pool.tier.state[slots] == READING]
         for slot, load in zip(reading.tolist(), self._table(pool)[reading].tolist(), strict=True):
             loads.setdefault(load, []).append(slot)
         return loads

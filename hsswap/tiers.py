@@ -130,15 +130,23 @@ class HostTier:
         self.lease(slots)
         return slots, absent
 
-    def take(self, layer: int, indices: I64, state: SlotState, *, needed: bool) -> I32 | None:
+    def take(
+        self,
+        layer: int,
+        indices: I64,
+        state: int,
+        *,
+        needed: bool,
+        spare: I32 | None = None,
+    ) -> I32 | None:
         """Slots for distinct blocks the tier does not hold, all or none.
 
         What is ``needed`` now may push out blocks read ahead (the latest first) and, while no lease
         is held that will give room back soon, cached ones (least recently used first). Reading
-        ahead takes free slots only.
+        ahead takes free slots only. Slots of ``spare`` make no room.
         """
         if needed:
-            if not self._make_room(len(indices), indices[:0]):
+            if not self._make_room(len(indices), indices[:0] if spare is None else spare):
                 return None
         elif len(indices) > self._free_count:
             return None

@@ -6,13 +6,13 @@ Two stages with one host decision between them: *choose* (score, select) says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.carving import carve, first_columns, first_of
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.choice_operations import TrimWork
 from hsswap.driver.codes_operations import Attended, Resident, ScoreMemory
@@ -28,6 +28,7 @@ from hsswap.driver.operations import (
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ConfigError
 from hsswap.exact import LayerCache
+from hsswap.late import Late
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.tiers import I64
 
@@ -50,19 +51,22 @@ class TopK:
     tokens. ``cache_factor``: unit slots a KV head keeps, in multiples of k; a small Llama missed 18
     to 22 % of what it chose at 1, 6 to 8 % at 2 and 3 to 4 % at 4. ``left_out_bound``: attend fewer
     than k blocks, but ``least_k``, where the predicted share left out stays within it all the same;
-    None: always k.
+    None: always k. ``late_mass``: a block that is only on disk is waited for where its predicted
+    share is above this for some KV head, from 0 (every block) to 1 (none but the first and those of
+    the last 128 tokens). One that is not counts as left out of this step, and comes for another.
 
-    That share is an estimate, right on average: with codes of 1/32 it said 0.149 where 0.154 was
-    left out, and 0.182 where 0.187 was (two texts of 8,192 tokens, a small Llama); at 1/16 0.149
-    and 0.179, where 0.149 and 0.180 were. One head's is off by more, so who must not leave out more
-    than a share asks for a bound well under it (by 0.075 at 1/32 and 0.03 at 1/16 for 95 % of the
-    heads).
+    The share left out is an estimate, right on average: with codes of 1/32 it said 0.149 where
+    0.154 was left out, and 0.182 where 0.187 was (two texts of 8,192 tokens, a small Llama); at
+    1/16 0.149 and 0.179, where 0.149 and 0.180 were. One head's is off by more, so who must not
+    leave out more than a share asks for a bound well under it (by 0.075 at 1/32 and 0.03 at 1/16
+    for 95 % of the heads).
     """
 
     k: int
     cache_factor: int = 2
     left_out_bound: float | None = None
     least_k: int = 1
+    late_mass: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("k", "cache_factor", "least_k"):
@@ -78,6 +82,9 @@ class TopK:
         bound = self.left_out_bound
         if bound is not None and not (isinstance(bound, Real) and 0 <= bound <= 1):
             raise ConfigError(f"left_out_bound is {bound!r}; a share is from 0 to 1")
+        late = self.late_mass
+        if not isinstance(late, Real) or isinstance(late, bool) or not 0 <= late <= 1:
+            raise ConfigError(f"late_mass is {late!r}; a share is from 0 to 1")
 
     def pinned_blocks(self, block_size: int) -> int:
         """Blocks always chosen: the first, and those of the last 128 tokens."""
@@ -139,12 +146,20 @@ class TopKLayer:
         except BaseException:
             self._device_memory.close()
             raise
+        self.late: Late | None = None
+        if settings.late_mass > 0:
+            try:
+                self.late = Late(device, settings.late_mass, heads, max_blocks)
+            except BaseException:
+                self._device_memory.close()
+                self._host_memory.close()
+                raise
         self._on_host["slots"].array()[...] = pool.slots.units(slots)
         self.step = 0
         self._turn = 0
         self._last: tuple[Tensor, Tensor] | None = None
         self._last_lse: Attended | None = None
-        none = _first(self._on_device["scores"], (pool.group.q_heads, 0))
+        none = first_of(self._on_device["scores"], (pool.group.q_heads, 0))
         self._memory = ScoreMemory(none, none)
         self._remembered: list[Buffer] = []
 
@@ -155,8 +170,15 @@ class TopKLayer:
     def reset(self) -> None:
         """Take the cache as empty: what select announced did not all arrive."""
         self.step = 0
+        if self.late is not None:
+            self.late.forget()
         self._last = None
         self._last_lse = None
+
+    def settle(self) -> None:
+        """Before steps that the host does not see: no unit of the cache may be owed."""
+        if self.late is not None and self.late.owes:
+            self.reset()
 
     @property
     def settings(self) -> TopK:
@@ -226,8 +248,8 @@ class TopKLayer:
         blocks = len(indices)
         turn = str(self._turn)
         heads = cache.pool.group.kv_heads
-        scores = _first(self._on_device["scores"], (heads, blocks))
-        shares = _first(self._on_device["shares"], (heads, blocks))
+        scores = first_of(self._on_device["scores"], (heads, blocks))
+        shares = first_of(self._on_device["shares"], (heads, blocks))
         fresh = self._make_memory(device, blocks) if predictor.remembers else True
         request = ScoreRequest(
             queries=queries,
@@ -278,6 +300,8 @@ class TopKLayer:
                     left_out=choice.left_out,
                 ),
             )
+        if self.late is not None:
+            self.late.enqueue(device, stream, shares)
         self.step += 1
         return choice
 
@@ -323,8 +347,8 @@ class TopKLayer:
             slots = np.hstack((slots, active))
         entries = positions.shape[1]
         turn = str(self._turn)
-        block_lse = _first(self._on_device["block_lse"], (1, 1, queries.shape[2], entries))
-        mass = _first(self._on_device["block_mass" + turn], (1, len(positions), entries))
+        block_lse = first_of(self._on_device["block_lse"], (1, 1, queries.shape[2], entries))
+        mass = first_of(self._on_device["block_mass" + turn], (1, len(positions), entries))
         device.attend(
             stream,
             AttendWork(
@@ -350,44 +374,8 @@ class TopKLayer:
         """Free the buffers; returns the device slots. No enqueued work may use them."""
         self._device_memory.close()
         self._host_memory.close()
+        if self.late is not None:
+            self.late.close()
         for buffer in self._remembered:
             buffer.close()
         return self.slots
-
-
-def carve(
-    allocate: Callable[[int], Buffer], shapes: dict[str, tuple[str, tuple[int, ...]]]
-) -> tuple[Buffer, dict[str, Tensor]]:
-    """One buffer with a tensor for each name, each 64-byte aligned."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, (dtype, shape) in shapes.items():
-        offsets[name] = end
-        itemsize = 1 if dtype == "u8" else 4
-        end += -(-int(np.prod(shape)) * itemsize // 64) * 64
-    buffer = allocate(end)
-    return buffer, {
-        name: tensor_in(buffer, dtype, shape, offset_bytes=offsets[name])
-        for name, (dtype, shape) in shapes.items()
-    }
-
-
-def _first(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements of a contiguous tensor in another, smaller contiguous shape."""
-    return tensor_in(_Span(tensor), tensor.dtype, shape)
-
-
-def first_columns(tensor: Tensor, count: int) -> Tensor:
-    """The first columns of a matrix."""
-    shape = (tensor.shape[0], count)
-    return Tensor(tensor.address, shape, tensor.strides, tensor.dtype, tensor.on_device, tensor)
-
-
-class _Span:
-    """A contiguous tensor's memory, to carve a smaller one from."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.address = tensor.address
-        self.nbytes = tensor.shape[0] * tensor.strides[0]
-        self.on_device = tensor.on_device
-        self.tensor = tensor

@@ -30,7 +30,7 @@ class _Cache:
 
 def select(work: SelectWork, scratch: Scratch) -> None:
     """Choose blocks, give each a slot, and say which slots must be filled."""
-    scores = _numbers(work.scores)
+    scores = numbers_of(work.scores)
     heads = scores.shape[0]
     step = work.step
     if isinstance(step, Tensor):
@@ -55,16 +55,16 @@ def select(work: SelectWork, scratch: Scratch) -> None:
     work.chosen.array()[...] = chosen
     work.chosen_slots.array()[...] = work.cache.slots.array()[head, place]
     work.missing.array()[...] = missing
-    work.left_out.array()[...] = _left_out(_numbers(work.shares), is_chosen)
+    work.left_out.array()[...] = _left_out(numbers_of(work.shares), is_chosen)
 
 
 def trim(work: TrimWork, scratch: Scratch) -> None:
     """Give up chosen blocks that the bound on the share left out does not need."""
-    scores, shares = _numbers(work.scores), _numbers(work.shares)
+    scores, shares = numbers_of(work.scores), numbers_of(work.shares)
     chosen, slots, missing = (t.array() for t in (work.chosen, work.chosen_slots, work.missing))
     owner, left_out = work.cache.owner.array(), work.left_out.array()
     for head in range(len(scores)):
-        share = _shares(shares[head])
+        share = shares_of(shares[head])
         entry = np.flatnonzero(~np.isin(chosen[head], work.pinned))
         block = chosen[head, entry]
         # Worst first: by score, of equal ones the higher block.
@@ -106,7 +106,7 @@ def fetch(work: FetchWork, scratch: Scratch) -> None:
     positions[:, count:] = work.tail_positions.array()
 
 
-def _numbers(scores: Tensor) -> NDArray[np.float32]:
+def numbers_of(scores: Tensor) -> NDArray[np.float32]:
     """A copy in which a block that cannot be ranked comes last."""
     numbers: NDArray[np.float32] = np.array(scores.array())
     numbers[np.isnan(numbers)] = -np.inf
@@ -187,11 +187,11 @@ def _left_out(shares: NDArray[np.float32], is_chosen: Bool) -> NDArray[np.float6
     """``[H]``: softmax of the shares over the blocks that were not chosen."""
     if not shares.size:
         return np.zeros(len(shares))
-    left_out: NDArray[np.float64] = np.where(is_chosen, 0, _shares(shares)).sum(1)
+    left_out: NDArray[np.float64] = np.where(is_chosen, 0, shares_of(shares)).sum(1)
     return left_out
 
 
-def _shares(scores: NDArray[np.float32]) -> NDArray[np.float64]:
+def shares_of(scores: NDArray[np.float32]) -> NDArray[np.float64]:
     """Softmax over the last axis. With all scores -inf every block counts the same; infinite scores
     share everything.
     """
