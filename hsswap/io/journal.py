@@ -160,11 +160,14 @@ class Journal:
         """A block got a prefix key, to be written once the block is durable in every layer."""
         self._keys.put(index, record)
 
+    def drop_key(self, index: int) -> None:
+        """A block has no prefix key any more; the next commit writes that down."""
+        self._keys.drop(index, self._records)
+
     def durable(self, layers: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which blocks, by layer and index, have a record on disk of their present content."""
-        durable: NDArray[np.bool_] = self._stage[layers, indices] == DURABLE
-        durable &= ~self._records.dirty_blocks(layers, indices)
-        return durable
+        on_disk: NDArray[np.bool_] = self._stage[layers, indices] == DURABLE
+        return on_disk & ~self._records.dirty_blocks(layers, indices)
 
     async def commit(self) -> None:
         """Make durable what was written so far. Raises the first error; then nothing more than

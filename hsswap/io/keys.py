@@ -28,7 +28,7 @@ def as_tokens(tokens: ArrayLike) -> NDArray[np.int64]:
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ArgumentError("tokens must be a one-dimensional array of whole numbers")
+        raise ArgumentError("tokens must be a one-dimensional array of integers")
     if array.dtype == np.uint64 and (array >> np.uint64(63)).any():
         raise ArgumentError("tokens must be whole numbers below 2**63")
     return array.astype(np.int64)

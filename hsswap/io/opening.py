@@ -184,7 +184,7 @@ def _wire(
         segments.clear = journal.clear_segment
         segments.adopt(recovered.segments)
     ids.on_freed = _Freed(prefixes.index, segments, journal)
-    mover.on_corrupt = lambda index: prefixes.index.forget(np.array([index]))
+    mover.on_corrupt = prefixes.drop_key
     segments.shrink()
     return StoreParts(dims, ids, io, directories, layout, contents, mover, prefixes, journal)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.io.ids import BlockIds
-from hsswap.io.records import VALID, Records
+from hsswap.io.records import CLEARED, VALID, Records
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,13 @@ class PendingKeys:
     def put(self, index: int, record: PrefixRecord) -> None:
         """A block got a key."""
         self._keys[index] = record
+
+    def drop(self, index: int, records: Records) -> None:
+        """A block has no key any more."""
+        self._keys.pop(index, None)
+        if records.ids["state"][index] == VALID:
+            records.ids["state"][index] = CLEARED
+            records.touch_ids(np.array([index]))
 
     def fill(
         self, records: Records, ids: BlockIds, durable: NDArray[np.bool_], serial: int

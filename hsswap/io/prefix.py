@@ -55,6 +55,16 @@ class PrefixBlocks:
                 self.journal.put_key(int(indices[depth]), record)
         return len(depths)
 
+    def drop_key(self, index: int) -> None:
+        """A block came back corrupt: it is found no more, now and later, and freed by its last
+        holder.
+        """
+        one = np.array([index])
+        self.index.forget(one)
+        if self.journal is not None:
+            self.journal.drop_key(index)
+        self._ids.unwant(one)
+
     def find(self, tokens: ArrayLike) -> NDArray[np.int64]:
         """Ids of the longest known prefix, with a reference taken on each."""
         found = np.array(self.index.find(self.keys.of(tokens)), np.int64)

@@ -250,7 +250,13 @@ async def test_a_corrupt_block_is_no_prefix_any_more(tmp_path: Path) -> None:
         assert len(found) == 4
         _, outcome = await read(store, 0, store.ids.check(found))
         assert {n: type(e) for n, e in outcome.errors.items()} == {2: CorruptBlock}
-        assert len(store.find_prefix(tokens)) == 2
+        again = store.find_prefix(tokens)
+        assert len(again) == 2
+        store.ids.drop_reference(found)
+        with pytest.raises(StaleBlockId):  # nobody can find it: it is freed, and not kept
+            store.ids.add_reference(found[2:3])
+    async with await open_store(tmp_path) as store:
+        assert len(store.find_prefix(tokens)) == 2, "it is found again by the next process"
 
 
 async def test_a_prefix_in_a_temporary_store() -> None:
