@@ -137,11 +137,12 @@ async def test_sequences_side_by_side_on_streams_of_their_own(
             assert (ours == theirs).all()
 
 
+@pytest.mark.parametrize("late_mass", [0.0, 0.02])
 @pytest.mark.parametrize("name", ["small", "wide"])
-async def test_top_k_attends_what_it_says(name: str) -> None:
+async def test_top_k_attends_what_it_says(name: str, late_mass: float) -> None:
     dims, tokens = CASES[name]
     case = random_case(dims, tokens, seed=6)
-    top_k = TopK(k=4)
+    top_k = TopK(k=4, late_mass=late_mass)
     extra = dims.layers * top_k.cache_blocks(dims.block_size)
     config = config_for(case, tile_tokens=1024, extra_device=extra)
     await run(case, on_gpu(config), [tokens - 40, *[1] * 40], top_k=top_k)
