@@ -92,7 +92,7 @@ __device__ __forceinline__ float2 load_sums(const float2* from) {
   return v;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) merge_decode(const __grid_constant__ AttendParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) merge_decode(const __grid_constant__ AttendParams p) {
   __shared__ Steps steps;
   __shared__ float total;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, slice = blockIdx.x % SLICES;

@@ -177,7 +177,7 @@ __device__ __forceinline__ void write_best(float (&best)[BLOCKS], const int (&in
         for (int apart = WARP / 2; apart > 0; apart /= 2) {
             best[b] = max_nan(best[b], __shfl_xor_sync(ALL, best[b], apart));
         }
-        if (lane_index() == b && first + b < p.count) {
+        if (lane_index() == 0 && first + b < p.count) {
             p.scores[head * p.score_stride + first + b] =
                 index[b] < 0 ? __uint_as_float(MINUS_INFINITY) : best[b];
         }
