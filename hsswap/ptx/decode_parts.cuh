@@ -52,10 +52,12 @@ __device__ __forceinline__ Entry entry_of(const AttendParams& p, i64 list, const
   return e;
 }
 
-// Units of which some tokens are not seen: bits 2 u and 2 u + 1 of the result are tokens g and g + 8 of unit u.
+// Which tokens of a leaf are seen: bits 2 u and 2 u + 1 of the result are tokens g and g + 8 of unit u. 0xffff is all of
+// them, and that in every lane: a lane that sees its own tokens has bit 16 where another lane does not see its. Who asks
+// for 0xffff takes matrix steps by the answer, which a warp takes as one or not at all.
 __device__ __forceinline__ u32 seen_tokens(const Entry& e, Sight see, int g, int lane) {
   if (__all_sync(ALL, lane >= UNITS || (e.first >= see.start && e.first + BLOCK <= see.end))) return 0xffff;
-  u32 seen = 0;
+  u32 seen = 1u << 16;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int token = __shfl_sync(ALL, e.first, u) + g;

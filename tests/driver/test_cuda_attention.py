@@ -104,6 +104,26 @@ def test_batches_tiles_and_lists_change_no_bit(rig: Rig, name: str) -> None:
         assert alone.weighted[0].tobytes() == together.weighted[s].tobytes()
 
 
+@pytest.mark.parametrize("missing", range(1, 16))
+@pytest.mark.parametrize("name", ["llama", "smol", "window"])
+def test_a_leaf_that_misses_a_few_tokens(rig: Rig, name: str, missing: int) -> None:
+    """There some lanes of a warp see all their tokens and others do not: their steps stay one's.
+
+    One length for each way to share leaves out; with a window, a leaf that misses its first tokens.
+    """
+    group = GROUPS[name]
+    ends = [128, 2048, 8192, 32768] if missing < 9 else [128]
+    lengths = [[end - missing] for end in ends] + [[1024 - missing] * 70]
+    lengths += [[700 + 128 + missing], [700 + 8192 + missing]] if group.window else []
+    for each in lengths:
+        cache, queries = make(rig, group, each, 2)
+        together = rig.attend(cache, queries, each, span_blocks=SPAN_BLOCKS)
+        alone = rig.attend(cache, queries[:, 1:], each, span_blocks=SPAN_BLOCKS)
+        assert alone.out[:, 0].tobytes() == together.out[:, 1].tobytes()
+        assert alone.weighted[:, 0].tobytes() == together.weighted[:, 1].tobytes()
+        assert alone.total[:, 0].tobytes() == together.total[:, 1].tobytes()
+
+
 @pytest.mark.parametrize("span_blocks", [16, 32, 64, 128])
 def test_spans_of_any_size(rig: Rig, span_blocks: int) -> None:
     group = GROUPS["llama"]
