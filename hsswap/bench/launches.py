@@ -95,14 +95,18 @@ class StaticLauncher:
 
 
 class Graph:
-    """Calls captured once; ``run_us`` replays them."""
+    """Calls captured once; ``run_us`` replays them.
+
+    It keeps the calls: what they hold (a :class:`StaticLauncher`'s workspace and lists) is read at
+    every replay, and torch gives unheld memory back to the driver when the next graph is made.
+    """
 
     def __init__(self, calls: list[Callable[[], object]], stream: Any) -> None:
         import torch
 
         self._torch = torch
         self._stream = stream
-        self._count = len(calls)
+        self._calls = calls
         with torch.cuda.stream(stream):
             for call in calls:
                 call()
@@ -122,8 +126,8 @@ class Graph:
                 self._graph.replay()
             end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / (replays * self._count)
+        return float(begin.elapsed_time(end)) * 1e3 / (replays * len(self._calls))
 
     def total_us(self) -> float:
         """Device time of one replay of all calls."""
-        return self.run_us(2) * self._count
+        return self.run_us(2) * len(self._calls)
