@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from hsswap import HighSpeedSwap, ModelDims, SwapConfig
 from hsswap.__main__ import main
 from hsswap.bench.lab import Lab, Turns, fill, muted
+from hsswap.bench.launches import Graph
 from hsswap.bench.overlap import overlap_row
 from hsswap.errors import DeviceError
 
@@ -89,3 +93,22 @@ def test_a_gpu_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(DeviceError, match=r"pip install 'hsswap\[bench,torch\]'"), Lab.on("cuda:0"):
         pass
+
+
+def test_a_graph_keeps_what_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays read it: a launcher's workspace, say, that nobody else holds."""
+
+    class Workspace:
+        pass
+
+    def made() -> tuple[Graph, weakref.ref[Workspace]]:
+        workspace = Workspace()
+        return Graph([lambda: id(workspace)], MagicMock()), weakref.ref(workspace)
+
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    graph, held = made()
+    gc.collect()
+    assert held() is not None
+    del graph
+    gc.collect()
+    assert held() is None
