@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from hsswap.driver.base import Closeable, Device, Graph, Stream
+from hsswap.driver.base import Closeable, Device, Event, Graph, Stream
 from hsswap.driver.round_operations import (
     AcceptWork,
     AdaptWork,
@@ -21,7 +21,7 @@ from hsswap.driver.round_operations import (
     SeedWork,
 )
 from hsswap.driver.sampling_operations import Purpose, RejectWork, SampleWork
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, DeviceError
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
@@ -176,13 +176,15 @@ class Rounds(Closeable):
         self._round = self._make()
         self._graph: Graph | None = None
         self._has_run = False
+        # What was made anew, and the stream's work that may still use it.
+        self._retired: list[tuple[Event, Round, Graph | None]] = []
 
     def launches(self, stream: Stream, *, waits: bool) -> Launches:
         """What enqueues a round on the stream; blocks while something is made anew.
 
         ``waits``: a pass may wait, so it cannot be captured.
         """
-        self._follow_target()
+        self._follow_target(stream)
         enqueue = partial(self._round.enqueue, stream)
         if waits or not (self._captured and self._has_run):
             self._has_run = True
@@ -193,17 +195,39 @@ class Rounds(Closeable):
 
     def reset(self, stream: Stream) -> None:
         """See :meth:`Round.reset`: another stream of the target may have moved its lengths."""
-        self._follow_target()
+        self._follow_target(stream)
         self._round.reset(stream)
 
-    def _follow_target(self) -> None:
-        if self._target.length_addresses is not self._addresses:
-            self.close()
-            self._addresses = self._target.length_addresses
-            self._round, self._graph = self._make(), None
+    def _follow_target(self, stream: Stream) -> None:
+        if self._target.length_addresses is self._addresses:
+            return
+        # The stream may still run rounds over the old table: it is freed once they have ended.
+        retired, self._retired = self._retired, []
+        for event, round_, graph in retired:
+            if _has_ended(event):
+                _free(round_, graph)
+            else:
+                self._retired.append((event, round_, graph))
+        self._retired.append((stream.record(), self._round, self._graph))
+        self._addresses = self._target.length_addresses
+        self._round, self._graph = self._make(), None
 
     def close(self) -> None:
-        """Free graph and round. Work on them must have ended. Twice is fine."""
-        if self._graph is not None:
-            self._graph.close()
-        self._round.close()
+        """Free graphs and rounds. Work on them must have ended. Twice is fine."""
+        for _, round_, graph in self._retired:
+            _free(round_, graph)
+        self._retired.clear()
+        _free(self._round, self._graph)
+
+
+def _has_ended(event: Event) -> bool:
+    try:
+        return event.is_done()
+    except DeviceError:  # it failed, which is an end too
+        return True
+
+
+def _free(round_: Round, graph: Graph | None) -> None:
+    if graph is not None:
+        graph.close()
+    round_.close()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from hsswap.driver.host import HostDevice
 from hsswap.rounds import End, RoundOptions, SequenceStart
-from tests.rounds.models import greedy
+from hsswap.rounds.buffers import StreamBufs
+from hsswap.rounds.round import Rounds
+from tests.rounds.models import GuessDrafter, TableTarget, enqueue, greedy, guesses
 from tests.rounds.opened import VOCAB, opened
 
 DRAFTERS = ("perfect", "adversarial", "random", "often", "short", "ngram")
@@ -177,3 +181,34 @@ async def test_rounds_are_captured_once() -> None:
         await stream.start([SequenceStart([1], greedy([1], 1, VOCAB)[0], 41)])
         assert [token async for token in stream.tokens()] == greedy([1], 41, VOCAB)[1:]
         assert target.issued == 4 + 1
+
+
+def test_a_round_made_anew_leaves_the_old_one_to_the_stream() -> None:
+    """What is enqueued reads the old table of lengths when it runs, perhaps later."""
+    gate = threading.Event()
+    with (
+        HostDevice() as device,
+        TableTarget(device, 2, [[1]], vocab=VOCAB, room=20) as target,
+        StreamBufs(device, 2, 1, history_tokens=21) as bufs,
+        device.stream() as stream,
+    ):
+        drafter = GuessDrafter(guesses(VOCAB, 0)["often"], 0)
+        with Rounds(device, bufs, target, drafter, RoundOptions()) as rounds:
+            enqueue(stream, "gate", lambda: require(gate.wait(60)))
+            rounds.reset(stream)
+            held = device.live_count
+            assert target.length_addresses is not None
+            target.length_addresses = target.length_addresses.copy()
+            rounds.reset(stream)
+            assert device.live_count == held + 1
+            gate.set()
+            stream.synchronize()
+            target.length_addresses = target.length_addresses.copy()
+            rounds.reset(stream)  # the first one is gone, the second waits for its turn
+            assert device.live_count == held + 1
+            stream.synchronize()
+
+
+def require(ok: bool) -> None:
+    """An assertion as an expression."""
+    assert ok
