@@ -62,12 +62,11 @@ class Call(NamedTuple):
             )
         if len(self.indices) == 0:
             return
-        # The ufuncs' own reduce: the methods of arrays take three times as long for a few entries.
-        # As unsigned numbers negative ones are beyond every capacity.
-        if int(np.maximum.reduce(self.indices.view(np.uint64))) >= capacity:
+        low, high = _ends(self.indices)
+        if low < 0 or high >= capacity:
             raise ArgumentError(f"a block index is outside 0 to {capacity - 1}")
         bits = int(np.bitwise_or.reduce(self.addresses))
-        if bits & (alignment - 1) or not np.minimum.reduce(self.addresses):
+        if bits & (alignment - 1) or not _ends(self.addresses)[0]:
             raise ArgumentError(f"addresses must be multiples of {alignment}, not null")
 
     def cut(
@@ -84,19 +83,18 @@ class Call(NamedTuple):
         positions = order if positions is None else positions[order]
         indices, addresses = self.indices[positions], self.addresses[positions]
         generations = ids.generations(indices)
-        seeds = identity_seeds(self.layer, indices, generations)
+        seeds = identity_seeds(self.layer, indices, generations).tolist()
         prepare, verify = self._hooks()
-        lengths = None if self.lengths is None else self.lengths[positions]
         firsts = indices[bounds[:-1]]
         offsets = layout.offsets(self.layer, firsts).tolist()
+        parts = _parts(bounds, addresses, positions, generations)
         edges = itertools.pairwise(bounds.tolist())
-        runs = []
-        for first, offset, (begin, end) in zip(firsts.tolist(), offsets, edges, strict=True):
-            run = BlockRun(
+        runs = [
+            BlockRun(
                 self.operation,
                 _NO_FILE,
                 offset,
-                addresses[begin:end],
+                its_addresses,
                 block_bytes,
                 self.priority,
                 run_done,
@@ -107,14 +105,18 @@ class Call(NamedTuple):
                 self.checksums is None,
                 layer=self.layer,
                 first=first,
-                positions=positions[begin:end],
-                generations=generations[begin:end],
+                positions=its_positions,
+                generations=its_generations,
                 seeds=seeds[begin:end],
                 notify=self.on_done,
             )
-            if lengths is not None:
-                run.lengths, run.codes_version = lengths[begin:end], self.codes_version
-            runs.append(run)
+            for first, offset, its_addresses, its_positions, its_generations, (begin, end) in zip(
+                firsts.tolist(), offsets, *parts, edges, strict=True
+            )
+        ]
+        if self.lengths is not None:
+            for run, lengths in zip(runs, *_parts(bounds, self.lengths[positions]), strict=True):
+                run.lengths, run.codes_version = lengths, self.codes_version
         return runs, indices
 
     def _hooks(self) -> tuple[Hook | None, Hook | None]:
@@ -122,6 +124,14 @@ class Call(NamedTuple):
         if self.operation is Operation.WRITE:
             return (partial(fill_by, self.checksums) if self.checksums else fill_checksums), None
         return None, (partial(compare_by, self.checksums) if self.checksums else compare_checksums)
+
+
+def _parts(bounds: NDArray[np.int64], *arrays: NDArray[Any]) -> list[list[NDArray[Any]]]:
+    """Each array in pieces between the bounds."""
+    if len(bounds) == len(arrays[0]) + 1:  # one each: half the cost
+        return [list(array[:, None]) for array in arrays]
+    edges = list(itertools.pairwise(bounds.tolist()))
+    return [[array[begin:end] for begin, end in edges] for array in arrays]
 
 
 def check_lengths(lengths: object, count: int, block_size: int) -> NDArray[np.uint16]:
@@ -140,6 +150,14 @@ def check_codes_version(version: int) -> None:
     """Raise ArgumentError unless it fits its place in a record."""
     if not 0 <= version < 1 << 32:
         raise ArgumentError(f"codes_version is {version}; it must be from 0 to 2**32 - 1")
+
+
+def _ends(numbers: NDArray[Any]) -> tuple[int, int]:
+    """The lowest and the highest."""
+    if len(numbers) <= 64:  # a third of the cost
+        listed = numbers.tolist()
+        return min(listed), max(listed)
+    return int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))
 
 
 def _check_array(array: object, name: str, dtype: np.dtype[Any]) -> None:

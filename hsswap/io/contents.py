@@ -48,7 +48,7 @@ class Contents:
             self.written[place] = run.generations
             return
         where = runs[0].layer, indices_of(runs)
-        self.checksums[where] = np.concatenate([run.crcs for run in runs])
+        self.checksums[where] = [crc for run in runs for crc in run.crcs]
         self.lengths[where] = np.concatenate([run.lengths for run in runs])
         versions = [run.codes_version for run in runs]
         self.codes_versions[where] = np.repeat(versions, [run.count for run in runs])

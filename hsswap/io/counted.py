@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 
 from hsswap.errors import ArgumentError, ClosedError, HsswapError
@@ -17,6 +18,9 @@ from hsswap.io.base import (
     check_transfers,
 )
 from hsswap.io.waiting import to_the_end, until_done
+
+Ended = tuple[Transfer, HsswapError | None, int]
+"""A transfer that ended, its error, and its bytes."""
 
 QUEUE_LIMIT = 1024
 """Transfers in flight. Some 100 times what keeps a drive busy; the store holds back the rest."""
@@ -110,27 +114,30 @@ class CountedIO(BlockIO):
                 f"{len(batch)} transfers submitted with room for {self.room} of {self.limit}; "
                 "wait for some to be done"
             )
-        for transfer in batch:
-            if not self.is_open(transfer.file):
-                raise ArgumentError(f"{transfer.file.path} is not open in {self!r}")
+        for file in {transfer.file for transfer in batch}:
+            if not self.is_open(file):
+                raise ArgumentError(f"{file.path} is not open in {self!r}")
         check_transfers(batch, self.alignment)
         for transfer in batch:
             transfer.file.in_flight += 1
         self._in_flight += len(batch)
 
-    def _end_transfer(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
-        """Count out, and tell. ``nbytes``: of the transfer."""
-        operation = transfer.operation
-        self._in_flight -= 1
-        transfer.file.in_flight -= 1
-        self._calls_done[operation] += 1
-        if error is None:
-            self._bytes[operation] += nbytes
-        else:
-            self._errors += 1
-        try:
-            transfer.on_done(transfer, error)
-        except Exception as problem:  # the others must still hear of their ends
-            assert self._loop is not None
-            context = {"message": f"on_done of {transfer} raised", "exception": problem}
-            self._loop.call_exception_handler(context)
+    def _end_transfers(self, ended: deque[Ended]) -> None:
+        """Count out, and tell of, each; what an on_done adds at the end, too."""
+        calls, moved = self._calls_done, self._bytes
+        while ended:
+            transfer, error, nbytes = ended.popleft()
+            operation = transfer.operation
+            self._in_flight -= 1
+            transfer.file.in_flight -= 1
+            calls[operation] += 1
+            if error is None:
+                moved[operation] += nbytes
+            else:
+                self._errors += 1
+            try:
+                transfer.on_done(transfer, error)
+            except Exception as problem:  # the others must still hear of their ends
+                assert self._loop is not None
+                context = {"message": f"on_done of {transfer} raised", "exception": problem}
+                self._loop.call_exception_handler(context)

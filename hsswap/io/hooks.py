@@ -11,12 +11,10 @@ from hsswap.errors import BlockIOError, HsswapError
 from hsswap.io.base import Operation, Transfer
 
 
-def run_hook(transfer: Transfer) -> HsswapError | None:
-    """Run ``prepare`` of a write or ``verify`` of a read, if there is one. Returns its error."""
-    hook = transfer.verify if transfer.operation is Operation.READ else transfer.prepare
+def run_hook(hook: Callable[[Transfer], None], transfer: Transfer) -> HsswapError | None:
+    """Run ``prepare`` of a write or ``verify`` of a read. Returns its error."""
     try:
-        if hook is not None:
-            hook(transfer)
+        hook(transfer)
     except HsswapError as problem:
         return problem
     except Exception as problem:  # a fault of ours: whoever waits must hear of it
@@ -79,7 +77,10 @@ class HookThreads:
                         return
                     self._condition.wait()
                 transfer = heapq.heappop(self._queue)[2]
-            self.done.append((transfer, run_hook(transfer)))
+            reading = transfer.operation is Operation.READ
+            hook = transfer.verify if reading else transfer.prepare
+            assert hook is not None
+            self.done.append((transfer, run_hook(hook, transfer)))
             del transfer  # an idle thread must not keep a buffer alive
             if not self._wake_pending:
                 # Two threads may both get here: one wake-up too many, which finds nothing to do.

@@ -107,14 +107,13 @@ class RunMover:
         layer, reading = runs[0].layer, runs[0].operation is Operation.READ
         ticket = 0 if reading else self.tickets.take(len(indices))
         if reading and self._order.admit_reads(layer, indices):
-            crcs = self._contents.checksums[layer, indices]
+            crcs: list[int] = self._contents.checksums[layer, indices].tolist()
             begin = 0
             for run in runs:
-                end = begin + len(run.positions)
+                end = begin + len(run.seeds)
                 run.crcs = crcs[begin:end]
                 begin = end
-                if self.segments.enter(run):
-                    self._ready.append(run)
+            self._ready += self.segments.enter(runs)
         elif (
             not reading
             and len(runs) > 1
@@ -123,8 +122,7 @@ class RunMover:
         ):
             for run in runs:
                 run.ticket = ticket
-                if self.segments.enter(run):
-                    self._ready.append(run)
+            self._ready += self.segments.enter(runs)
         else:
             for run in runs:
                 run.ticket = ticket
@@ -158,17 +156,18 @@ class RunMover:
         try:
             while self._done:
                 run, error = self._done.popleft()
+                if error is None and run.bad is None:
+                    good.setdefault((run.operation, run.layer), []).append(run)
+                    continue
                 self.counters.calls[run.operation] += 1
                 if error is not None and run.count > 1 and not self._closing:
                     # Which blocks have the fault? Each goes again, alone, holding its block.
                     self._ready.extend(run.single(number) for number in range(run.count))
                     continue
-                self.segments.leave(run)
+                self.segments.leave([run])
                 if error is not None:
                     self._fail(run, error)
-                elif run.bad is None:
-                    good.setdefault((run.operation, run.layer), []).append(run)
-                else:
+                elif run.bad is not None:
                     self._partly_bad(run, run.bad)
         finally:  # also when KeyboardInterrupt or SystemExit came through a report
             for (operation, _), runs in good.items():
@@ -195,13 +194,12 @@ class RunMover:
         if run.operation is Operation.READ:
             if run.waited and not self._still_readable(run):
                 return
-            run.crcs = self._contents.checksums[run.layer, run.blocks].copy()
+            run.crcs = self._contents.checksums[run.layer, run.blocks].tolist()
         elif self._journal is not None and not self._journal.begin_write(
             run, partial(self._cleared, run)
         ):
             return
-        if self.segments.enter(run):
-            self._ready.append(run)
+        self._ready += self.segments.enter([run])
 
     def _cleared(self, run: BlockRun, error: HsswapError | None) -> None:
         """No record speaks of what a write is about to overwrite, or that could not be done."""
@@ -213,8 +211,7 @@ class RunMover:
             self._fail(run, error, untouched=True)
         else:
             self._journal.overwriting(run)
-            if self.segments.enter(run):
-                self._ready.append(run)
+            self._ready += self.segments.enter([run])
         self._pump()
 
     def _still_readable(self, run: BlockRun) -> bool:
@@ -238,8 +235,8 @@ class RunMover:
                 self._ready.extend(runs)
                 return
             problem = error or ClosedError("the store was closed before the block was moved")
+            self.segments.leave(runs)
             for run in runs:
-                self.segments.leave(run)
                 self._fail(run, problem)
         finally:
             self._pump()
@@ -272,17 +269,21 @@ class RunMover:
 
     def _succeed(self, operation: Operation, runs: list[BlockRun]) -> None:
         """Runs of one layer without a fault: one report for each caller."""
+        self.counters.calls[operation] += len(runs)
+        self.segments.leave(runs)
         if operation is Operation.WRITE:
             self._written(runs)
         if not self._order.release_many(operation, runs):
             for run in runs:
                 self._woken.extend(self._order.release(run))
+        count = 0
         for notify, group in itertools.groupby(runs, attrgetter("notify")):
             parts = [run.positions for run in group]
             positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self.counters.blocks[operation] += len(positions)
-            self.counters.nbytes[operation] += len(positions) * runs[0].span_bytes
+            count += len(positions)
             self._reports.append((notify, positions))
+        self.counters.blocks[operation] += count
+        self.counters.nbytes[operation] += count * runs[0].span_bytes
 
     def _written(self, runs: list[BlockRun]) -> None:
         self._contents.record(runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.checksum import crc32, crc32_each, crc32_of_blocks
+from hsswap.checksum import crc32, crc32_each
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
@@ -20,16 +20,11 @@ OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
 
 
 _ONE = np.int32(1)  # of the array's own kind: ufunc.at takes twice the time with another
-_NO_CHECKSUMS = np.empty(0, np.uint32)
 _NO_LENGTHS = np.empty(0, np.uint16)
 
 
 def _no_lengths() -> NDArray[np.uint16]:
     return _NO_LENGTHS
-
-
-def _no_checksums() -> NDArray[np.uint32]:
-    return _NO_CHECKSUMS
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -38,19 +33,20 @@ class BlockRun(Transfer):
 
     ``positions``: where its blocks stand in the call's arrays. ``first``: index of the first block.
     ``generations``, ``seeds``, ``crcs``: of each block; the checksums of a read are those to
-    expect, those of a write are filled in on the way. ``bad``: blocks of a read whose checksum is
-    another, None without any. ``waited``: whether other runs had to end first. ``lengths`` (of each
-    block) and ``codes_version``: what a write says of its blocks. ``ticket``: the number of a write
-    in the order they began.
+    expect, those of a write are filled in on the way (lists, because most runs are so short that an
+    array costs more than it saves). ``bad``: blocks of a read whose checksum is another, None
+    without any. ``waited``: whether other runs had to end first. ``lengths`` (of each block) and
+    ``codes_version``: what a write says of its blocks. ``ticket``: the number of a write in the
+    order they began.
     """
 
     layer: int
     first: int
     positions: NDArray[np.int64]
     generations: NDArray[np.int64]
-    seeds: NDArray[np.uint32]
+    seeds: list[int]
     notify: OnBlocksDone
-    crcs: NDArray[np.uint32] = field(default_factory=_no_checksums)
+    crcs: list[int] = field(default_factory=list)
     bad: NDArray[np.bool_] | None = None
     waited: bool = False
     lengths: NDArray[np.uint16] = field(default_factory=_no_lengths)
@@ -104,37 +100,39 @@ class BlockRun(Transfer):
 
 def fill_checksums(run: BlockRun) -> None:
     """The prepare hook: checksums of what is about to be written."""
-    if len(run.positions) == 1:
-        view = block_view(run.addresses.item(), run.span_bytes)
-        run.crcs = np.array([crc32(view, run.seeds.item())], np.uint32)
-        return
-    run.crcs = crc32_of_blocks(block_views(run.addresses, run.span_bytes), run.seeds.tolist())
+    run.crcs = _checksums(run)
 
 
 def compare_checksums(run: BlockRun) -> None:
     """The verify hook: find the blocks that came back as others than were written."""
-    if len(run.positions) == 1:  # a quarter of the cost; random reads are full of them
-        view = block_view(run.addresses.item(), run.span_bytes)
-        if crc32(view, run.seeds.item()) != run.crcs.item():
-            run.bad = np.ones(1, np.bool_)
-        return
-    # Lists, because most runs are too short for arrays to pay.
-    views = block_views(run.addresses, run.span_bytes)
-    found = list(crc32_each(views, run.seeds.tolist()))
-    if found != run.crcs.tolist():
-        run.bad = np.array(found, np.uint32) != run.crcs
+    found = _checksums(run)
+    if found != run.crcs:
+        run.bad = np.array(found) != np.array(run.crcs)
+
+
+def _checksums(run: BlockRun) -> list[int]:
+    seeds = run.seeds
+    if len(seeds) == 1:  # a quarter of the cost; random reads are full of them
+        return [crc32(block_view(run.addresses.item(), run.span_bytes), seeds[0])]
+    return list(crc32_each(block_views(run.addresses, run.span_bytes), seeds))
 
 
 def fill_by(checksums: BlockChecksums, run: BlockRun) -> None:
     """:func:`fill_checksums` of memory that the processor cannot read."""
-    run.crcs = checksums(run.addresses, run.span_bytes, run.seeds)
+    run.crcs = _checksums_by(checksums, run)
 
 
 def compare_by(checksums: BlockChecksums, run: BlockRun) -> None:
     """:func:`compare_checksums` of memory that the processor cannot read."""
-    wrong = checksums(run.addresses, run.span_bytes, run.seeds) != run.crcs
-    if wrong.any():
-        run.bad = wrong
+    found = _checksums_by(checksums, run)
+    if found != run.crcs:
+        run.bad = np.array(found) != np.array(run.crcs)
+
+
+def _checksums_by(checksums: BlockChecksums, run: BlockRun) -> list[int]:
+    seeds = np.array(run.seeds, np.uint32)
+    found: list[int] = checksums(run.addresses, run.span_bytes, seeds).tolist()
+    return found
 
 
 def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:

@@ -107,11 +107,15 @@ class Segments:
 
     def hold(self, number: int) -> IOFile | None:
         """Keep a segment's file, if there is one, until :meth:`let_go`."""
+        segment = self._segment(number)
+        segment.users += 1
+        return segment.file
+
+    def _segment(self, number: int) -> Segment:
         segment = self._segments.get(number)
         if segment is None:
             segment = self._segments[number] = Segment(number)
-        segment.users += 1
-        return segment.file
+        return segment
 
     def let_go(self, number: int) -> None:
         """The end of :meth:`hold`."""
@@ -120,23 +124,26 @@ class Segments:
         if segment.users == 0 and self._empty:
             self._remove_empty()
 
-    def enter(self, run: BlockRun) -> bool:
-        """Count a run as user of its segment. True: its file is set; False: it waits for it."""
-        number = segment_of(run.first)
-        segment = self._segments.get(number)
-        if segment is None:
-            segment = self._segments[number] = Segment(number)
-        segment.users += 1
-        if segment.file is not None and not segment.changing:
-            run.file = segment.file
-            return True
-        segment.pending.append(run)
-        self._change(segment)
-        return False
+    def enter(self, runs: Sequence[BlockRun]) -> list[BlockRun]:
+        """Count runs as users of their segments. Returns those whose file is there, and now set;
+        the others wait for theirs.
+        """
+        ready = []
+        for run in runs:
+            segment = self._segment(segment_of(run.first))
+            segment.users += 1
+            if segment.file is not None and not segment.changing:
+                run.file = segment.file
+                ready.append(run)
+            else:
+                segment.pending.append(run)
+                self._change(segment)
+        return ready
 
-    def leave(self, run: BlockRun) -> None:
-        """A run is done with its segment."""
-        self.let_go(segment_of(run.first))
+    def leave(self, runs: Sequence[BlockRun]) -> None:
+        """Runs are done with their segments."""
+        for run in runs:
+            self.let_go(segment_of(run.first))
 
     def freed(self, indices: NDArray[np.int64]) -> None:
         """Blocks were freed; their segments go when nothing is left in them. On any thread."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hsswap.errors import ArgumentError, BlockIOError, HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
-from hsswap.io.counted import CountedIO
+from hsswap.io.counted import CountedIO, Ended
 from hsswap.io.problems import io_error
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class ThreadedIO(CountedIO):
         self._files: set[IOFile] = set()
         self._sequence = 0
         self._jobs_in_flight = 0
+        self._ended: deque[Ended] = deque()
         # --- shared with the threads
         self._condition = threading.Condition(threading.Lock())
         self._queue: list[tuple[int, int, Transfer | Job]] = []
@@ -167,19 +168,21 @@ class ThreadedIO(CountedIO):
     def _deliver(self) -> None:
         """Hand out what has ended, so many at a time. Scheduled by the threads."""
         self._wake_pending = False
-        completed = self._completed
+        completed, ended = self._completed, self._ended
         try:
             for _ in range(min(len(completed), DELIVERIES)):
                 item, error = completed.popleft()
                 if isinstance(item, Job):
                     self._deliver_job(item, error)
                 else:
-                    self._end_transfer(item, error, item.nbytes)
+                    ended.append((item, error, item.nbytes))
+            self._end_transfers(ended)
             if self.after_deliveries is not None:
                 self.after_deliveries()
         finally:
             # Left over: more than that, or KeyboardInterrupt or SystemExit came through an on_done.
-            if completed and not self._wake_pending and self._loop is not None:
+            left = completed or ended
+            if left and not self._wake_pending and self._loop is not None:
                 self._wake_pending = True
                 self._loop.call_soon(self._deliver)
             self._tell_idle()

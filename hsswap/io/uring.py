@@ -29,7 +29,7 @@ from hsswap.io.base import (
     Priority,
     Transfer,
 )
-from hsswap.io.counted import QUEUE_LIMIT, CountedIO
+from hsswap.io.counted import QUEUE_LIMIT, CountedIO, Ended
 from hsswap.io.hooks import HookThreads, run_hook
 from hsswap.io.posix import PosixIO
 from hsswap.io.problems import io_error
@@ -86,8 +86,8 @@ class UringIO(CountedIO):
         # Of those started: how many, and their bytes by priority.
         self._started = 0
         self._started_bytes = [0 for _ in Priority]
-        self._ended: deque[tuple[Transfer, HsswapError | None, int]] = deque()
-        self._moved: deque[tuple[Transfer, HsswapError | None]] = deque()
+        self._moved: deque[Ended] = deque()  # the drive is done with them
+        self._ended: deque[Ended] = deque()
         self._next_turn: asyncio.Handle | None = None
         self._in_turn = False  # what is submitted meanwhile starts at its end
         # Of this turn, until the next begins.
@@ -217,17 +217,17 @@ class UringIO(CountedIO):
         assert self._hooks is not None
         moved, long, verified_bytes = self._moved, list[Transfer](), 0
         for _ in range(min(len(moved), TURN_TRANSFERS)):
-            transfer, error = moved[0]
-            nbytes, reading = transfer.nbytes, transfer.operation is Operation.READ
-            if reading and error is None and transfer.verify is not None:
-                if not transfer.quick or nbytes > INLINE_BYTES:
+            transfer, error, nbytes = moved[0]
+            verify = transfer.verify
+            if verify is not None and error is None and transfer.operation is Operation.READ:
+                if nbytes > INLINE_BYTES or not transfer.quick:
                     long.append(transfer)
                     moved.popleft()
                     continue
                 verified_bytes += nbytes
                 if verified_bytes > TURN_BYTES:
                     break
-                error = run_hook(transfer)
+                error = run_hook(verify, transfer)
             moved.popleft()
             self._end(transfer, error, nbytes)
         if long:
@@ -240,7 +240,7 @@ class UringIO(CountedIO):
         if not (prepared or self._queue.ring.pending or any(self._waiting)):
             return
         ready, long = list(prepared), list[Transfer]()
-        for priority, queue in zip(Priority, self._waiting, strict=True):
+        for priority, queue in enumerate(self._waiting):
             if queue and not self._start_from(queue, priority, ready, long):
                 break  # nothing of a lower priority overtakes
         if long:
@@ -253,20 +253,21 @@ class UringIO(CountedIO):
     def _start_from(
         self,
         queue: deque[Transfer],
-        priority: Priority,
+        priority: int,
         ready: list[Transfer],
         long: list[Transfer],
     ) -> bool:
         """Start transfers of a priority, as many as the drive's queue has places for and this turn
         may. False: some are left. ``ready`` for the drive; ``long``: with a hook to run elsewhere.
         """
-        needed = priority is Priority.NEEDED
+        needed = priority == Priority.NEEDED
         # A quarter of the places is for needed ones.
         places = self._depth if needed else self._depth - self._depth // 4
+        started_bytes = self._started_bytes
+        there = sum(started_bytes) if needed else started_bytes[priority]
         while queue:
             transfer = queue[0]
-            nbytes = transfer.nbytes
-            there = sum(self._started_bytes) if needed else self._started_bytes[priority]
+            nbytes = len(transfer.addresses) * transfer.span_bytes
             if self._started >= places or (there and there + nbytes > BYTES_IN_FLIGHT[priority]):
                 return False
             turn_bytes = self._turn_bytes + nbytes
@@ -279,15 +280,19 @@ class UringIO(CountedIO):
             self._turn_starts += 1
             self._turn_bytes = turn_bytes
             self._started += 1
-            self._started_bytes[priority] += nbytes
-            hook = transfer.prepare is not None and transfer.operation is Operation.WRITE
+            started_bytes[priority] += nbytes
+            there += nbytes
             if transfer.deadline is not None and time.monotonic() > transfer.deadline:
                 what = f"{transfer.operation.value} of {transfer.file.path}"
                 self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
-            elif hook and (nbytes > INLINE_BYTES or not transfer.quick):
+                there -= nbytes
+            elif (prepare := transfer.prepare) is None or transfer.operation is Operation.READ:
+                ready.append(transfer)
+            elif nbytes > INLINE_BYTES or not transfer.quick:
                 long.append(transfer)
-            elif hook and (error := run_hook(transfer)):
+            elif error := run_hook(prepare, transfer):
                 self._end(transfer, error, nbytes)
+                there -= nbytes
             else:
                 ready.append(transfer)
         return True
@@ -317,8 +322,7 @@ class UringIO(CountedIO):
         self._ended.append((transfer, error, nbytes))
 
     def _deliver(self) -> None:
-        ended = self._ended
-        while ended:
-            self._end_transfer(*ended.popleft())
-            if not ended and self.after_deliveries is not None:
+        while self._ended:
+            self._end_transfers(self._ended)
+            if self.after_deliveries is not None:
                 self.after_deliveries()
