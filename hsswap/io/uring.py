@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hsswap.errors import ConfigError, HsswapError
 from hsswap.io.base import (
@@ -51,11 +52,26 @@ loop has to do. A transfer costs 10 to 20 us with what its caller does, 2 MiB of
 (from memory; a sixth of that from the cache). Turns of 8 halve the lag of the loop and cost a
 third more processor time a block, 32 save 8 % (64 KiB, 64 in flight).
 
-Quick hooks run on the loop's thread. One of its own for each costs more than it takes away: it gets
-the GIL back only when the loop's thread lets go, up to 5 ms later (seen: 44 us a block of 64 KiB
-for 18). Longer transfers than this, and hooks that are not ``quick``, do go to a thread."""
-INLINE_BYTES = 1 << 20
-HOOK_THREADS = 2
+Bytes without a hook in place count a quarter: they are handed to the kernel, which takes 5 us for
+256 KiB of small pages."""
+
+
+class Checking(NamedTuple):
+    """Where hooks run: in place, on the loop's thread, if they are quick and the transfer has
+    ``inline_bytes`` at most, else on one of ``threads``.
+
+    A thread gets the GIL back for its next block only when the loop's thread lets go of it, so
+    short ones cost more than they take away (seen: 44 us a block of 64 KiB for 18). Long ones are
+    checked while the loop's thread goes on, if there are processors for both.
+    """
+
+    inline_bytes: int
+    threads: int
+
+
+FEW_PROCESSORS = Checking(1 << 20, 2)
+MANY_PROCESSORS = Checking(1 << 17, 8)
+MANY = 8
 RETRY_S = 0.001
 """Until entries that the kernel did not take are offered again, when nothing else is under way."""
 RETRIES = 1000
@@ -82,6 +98,7 @@ class UringIO(CountedIO):
         self._posix = PosixIO(1)
         self._queue: DriveQueue | None = None
         self._hooks: HookThreads | None = None
+        self._inline_bytes = 0
         self._waiting: tuple[deque[Transfer], ...] = tuple(deque() for _ in Priority)
         # Of those started: how many, and their bytes by priority.
         self._started = 0
@@ -125,7 +142,10 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        names = [f"hsswap-hooks-{number}" for number in range(HOOK_THREADS)]
+        processors = len(os.sched_getaffinity(0))
+        checking = MANY_PROCESSORS if processors >= MANY else FEW_PROCESSORS
+        self._inline_bytes = checking.inline_bytes
+        names = [f"hsswap-hooks-{number}" for number in range(checking.threads)]
         self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
 
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
@@ -220,7 +240,7 @@ class UringIO(CountedIO):
             transfer, error, nbytes = moved[0]
             verify = transfer.verify
             if verify is not None and error is None and transfer.operation is Operation.READ:
-                if nbytes > INLINE_BYTES or not transfer.quick:
+                if nbytes > self._inline_bytes or not transfer.quick:
                     long.append(transfer)
                     moved.popleft()
                     continue
@@ -270,9 +290,11 @@ class UringIO(CountedIO):
             nbytes = len(transfer.addresses) * transfer.span_bytes
             if self._started >= places or (there and there + nbytes > BYTES_IN_FLIGHT[priority]):
                 return False
-            turn_bytes = self._turn_bytes + nbytes
+            prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
+            in_place = prepare is not None and transfer.quick and nbytes <= self._inline_bytes
+            turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
             if self._turn_starts >= TURN_TRANSFERS or (
-                turn_bytes > TURN_BYTES and turn_bytes > nbytes
+                turn_bytes > TURN_BYTES and self._turn_bytes
             ):
                 self._turn_soon()
                 return False
@@ -286,9 +308,9 @@ class UringIO(CountedIO):
                 what = f"{transfer.operation.value} of {transfer.file.path}"
                 self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
                 there -= nbytes
-            elif (prepare := transfer.prepare) is None or transfer.operation is Operation.READ:
+            elif prepare is None:
                 ready.append(transfer)
-            elif nbytes > INLINE_BYTES or not transfer.quick:
+            elif not in_place:
                 long.append(transfer)
             elif error := run_hook(prepare, transfer):
                 self._end(transfer, error, nbytes)

@@ -178,6 +178,15 @@ def test_a_refused_eventfd_leaves_nothing_open() -> None:
         Ring(8, RingCalls(register=lambda *_: -errno.EACCES))
 
 
+def test_a_flag_that_the_kernel_left_behind_is_not_waited_for() -> None:
+    ring = Ring(8)
+    flags = ring._words[ring._sq_flags : ring._sq_flags + 1]
+    flags[0] |= abi.SQ_TASKRUN  # set behind a list that this thread has emptied already
+    assert ring.reap() == ([], [])
+    flags.release()
+    ring.close()
+
+
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(RingRefused, match="not proved on aarch64"):
