@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from hsswap.bench.lab import Lab, Turns, tell
 from hsswap.bench.synthetic import BLOCK, Shape
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
+from hsswap.io.base import Operation, Transfer
+from hsswap.io.memory import MemoryIO
 from hsswap.models import LlamaConfig
 from hsswap.rope import Rope
 
@@ -36,6 +39,8 @@ FLOORS = {32768: 0.8, 131072: 1.2}
 """D1, by tokens."""
 
 AGAINST = {"host-decided": ("D2a", 1.2), "copies": ("D2b", 3.0), "offloaded": ("D2c", 10.0)}
+"""D2: number and floor of each arm."""
+
 PREDICTORS = ("projection", "codes")
 PROMPT_TOKENS = 1088
 """Of the sequence, with queries, for a predictor that must see some."""
@@ -102,12 +107,16 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         arms = arms_for(lab, model)
         for size in sizes:
             some = tuple(n for n in chosen if n != "offloaded" or size.tokens <= OFFLOADED_TOKENS)
-            rows += asyncio.run(_measure(lab, arms, model, size, some, args))
-            text = _report(args, model, rows)
-            if args.out:  # after each length: the longest may not fit the machine
-                args.out.write_text(text + "\n")
+
+            async def measure(size: Size = size, some: tuple[str, ...] = some) -> None:
+                async for row in _measure(lab, arms, model, size, some, args):
+                    rows.append(row)
+                    if args.out:  # after each row: the longest may not fit the machine
+                        args.out.write_text(_report(args, model, rows) + "\n")
+
+            asyncio.run(measure())
     if args.json:
-        print(text)
+        print(_report(args, model, rows))
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
@@ -151,6 +160,13 @@ def config_of(
     )
 
 
+class Nowhere(MemoryIO):
+    """A store that keeps nothing: every block stays in the host tier, and none is read again."""
+
+    def _move(self, transfer: Transfer) -> None:
+        assert transfer.operation is Operation.WRITE
+
+
 async def _measure(
     lab: Lab,
     arms: Arms,
@@ -158,47 +174,53 @@ async def _measure(
     size: Size,
     chosen: tuple[str, ...],
     args: argparse.Namespace,
-) -> list[Row]:
-    """All arms at one length."""
-    c, quick = model, args.quick
+) -> AsyncIterator[Row]:
+    """All arms at one length: first D1 and D3, then D2."""
+    c, quick, start = model, args.quick, time.perf_counter()
     prompt = min(PROMPT_TOKENS, size.tokens - 1) if args.predictor == "codes" else 0
     shape = Shape(c.q_heads, c.kv_heads, c.head_dim, size.tokens - 1, STEPS, prompt)
+    top_k = TopK(size.k, size.cache_factor)
     async with AsyncExitStack() as undo:
         config = config_of(model, size, lab.device, args.predictor)
-        swap = await undo.enter_async_context(HighSpeedSwap.open(config))
-        top_k = TopK(size.k, size.cache_factor)
+        swap = await undo.enter_async_context(HighSpeedSwap.open(config, io=Nowhere()))
         sequence = await undo.enter_async_context(swap.sequence(top_k=top_k))
         problem = Problem(lab, swap, sequence, shape, size.k)
+        tell(f"opened after {time.perf_counter() - start:.1f} s")
         traits = await arms.fill(problem)
         await swap.flush()
+        tell(f"filled after {time.perf_counter() - start:.1f} s")
         used = await arms.open(problem, chosen, undo)
+        tell(f"all arms ready after {time.perf_counter() - start:.1f} s")
         error = await arms.error(used["dense"], used["top-k"])
-        turns = await Turns.of({name: _timed(lab, arm) for name, arm in used.items()}, quick=quick)
+        timed = {name: _timed(lab, arm) for name, arm in used.items()}
+        turns = await Turns.of({name: timed.pop(name) for name in ("dense", "top-k")}, quick=quick)
         waits = await arms.waits(used["top-k"])
         missed, left_out = arms.missed(problem)
-    cached = top_k.cache_blocks(BLOCK) * BLOCK / size.tokens
-    common = {
-        "tokens": size.tokens,
-        "k": size.k,
-        "predictor": args.predictor,
-        "cached_share": cached,
-        "trace": asdict(traits),
-        "missed_units_a_layer": missed,
-        "missed_share": missed / (model.kv_heads * (size.k + top_k.pinned_blocks(BLOCK))),
-        "left_out_mass": left_out,
-        "error_against_dense": error,
-        **{f"{name}_us": asdict(turns.median_us(name)) for name in used},
-    }
-    tell(
-        f"{size.tokens} tokens, k {size.k}, {cached:.1%} of the cache in device slots, "
-        f"{missed:.1f} units missed a layer; trace: {traits}; left out {left_out:.3f}, error "
-        f"{error:.3f}"
-    )
-    rows = [_ratio("D1", "dense", turns, FLOORS.get(size.tokens, 0.0), common)]
-    rows += [_ratio(AGAINST[n][0], n, turns, AGAINST[n][1], {}) for n in used if n in AGAINST]
-    tell(f"D3: the host waits {waits} times a token")
-    rows.append({"id": "D3", "tokens": size.tokens, "waits": waits, "passed": waits == 0})
-    return rows
+        cached = top_k.cache_blocks(BLOCK) * BLOCK / size.tokens
+        tell(
+            f"{size.tokens} tokens, k {size.k}, {cached:.1%} of the cache in device slots, "
+            f"{missed:.1f} units missed a layer; trace: {traits}; left out {left_out:.3f}, error "
+            f"{error:.3f}"
+        )
+        common = {
+            "tokens": size.tokens,
+            "k": size.k,
+            "predictor": args.predictor,
+            "cached_share": cached,
+            "trace": asdict(traits),
+            "missed_units_a_layer": missed,
+            "missed_share": missed / (c.kv_heads * (size.k + top_k.pinned_blocks(BLOCK))),
+            "left_out_mass": left_out,
+            "error_against_dense": error,
+        }
+        yield _ratio("D1", "dense", turns, FLOORS.get(size.tokens, 0.0), common)
+        tell(f"D3: the host waits {waits} times a token")
+        yield {"id": "D3", "tokens": size.tokens, "waits": waits, "passed": waits == 0}
+        for name, arm in timed.items():
+            turns = await Turns.of({"top-k": _timed(lab, used["top-k"]), name: arm}, quick=quick)
+            number, floor = AGAINST[name]
+            yield _ratio(number, name, turns, floor, {"tokens": size.tokens})
+    tell(f"{size.tokens} tokens took {time.perf_counter() - start:.1f} s")
 
 
 def _timed(lab: Lab, arm: Arm) -> Callable[[], Awaitable[float]]:
@@ -215,14 +237,21 @@ def _timed(lab: Lab, arm: Arm) -> Callable[[], Awaitable[float]]:
     return slice_
 
 
-def _ratio(number: str, name: str, turns: Turns, floor: float, common: Row) -> Row:
+def _ratio(number: str, against: str, turns: Turns, floor: float, common: Row) -> Row:
     """How many times as fast top-k is."""
-    ratio = turns.of_turns(lambda **seconds: seconds[name] / seconds["top-k"])
+    ratio = turns.of_turns(lambda **seconds: seconds[against] / seconds["top-k"])
+    ours, theirs = turns.median_us("top-k"), turns.median_us(against)
     tell(
-        f"{number}: top-k {turns.median_us('top-k').median:.0f} us a token, {name} "
-        f"{turns.median_us(name).median:.0f}: {ratio.median:.2f} [{ratio.low:.2f}, "
-        f"{ratio.high:.2f}], floor {floor}"
+        f"{number}: top-k {ours.median:.0f} us a token, {against} {theirs.median:.0f}: "
+        f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}], floor {floor}"
     )
-    passed = ratio.low >= floor
-    return {"id": number, "against": name, "ratio": asdict(ratio), "floor": floor,
-            "passed": passed, **common}  # fmt: skip
+    times = {"top-k_us": asdict(ours), f"{against}_us": asdict(theirs)}
+    return {
+        "id": number,
+        "against": against,
+        "ratio": asdict(ratio),
+        "floor": floor,
+        "passed": ratio.low >= floor,
+        **times,
+        **common,
+    }

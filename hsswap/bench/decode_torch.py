@@ -25,6 +25,8 @@ from hsswap.models.torch_llama import TorchAttention, TorchLlama, random_weights
 from hsswap.models.torch_step import StepAttention, captured, on_device
 
 TOKENS_A_SLICE = 8
+TRACES = 8
+"""Layers with a trace of their own; those behind them have these again, in other memory."""
 
 
 class TorchMaker:
@@ -70,6 +72,11 @@ class TorchArms:
         traits = None
         prompts: list[torch.Tensor] = []
         for layer in range(c.layers):
+            if layer >= TRACES:
+                self.queries.append(self.queries[layer % TRACES])
+                prompts.append(prompts[layer % TRACES])
+                self.cache[layer] = self.cache[layer % TRACES]
+                continue
             maker = TorchMaker(self.lab.device, layer)
             trace = make_trace(maker, s, layer)
             traits = traits or traits_of(maker, s, trace)

@@ -74,7 +74,7 @@ def test_a_small_run_on_the_host(
     assert main([*words, "--predictor", predictor]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(out.read_text())
-    assert [row["id"] for row in found["rows"]] == ["D1", "D2a", "D3"]
+    assert [row["id"] for row in found["rows"]] == ["D1", "D3", "D2a"]
     row = found["rows"][0]
     assert 0 <= row["missed_units_a_layer"] < 2 * (4 + 9)
     assert 0 < row["error_against_dense"] < 1
