@@ -129,6 +129,7 @@ class ExactPass:
         self._read = read
         self._in_place = device.reads_in_place(queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
+        self._lengths.flags.writeable = False  # so that no launch has to copy them
         span = device.span_tokens(cache.length)
         self.tile_tokens = tile_tokens_for(span, tile_tokens)
         self._span_blocks = span // cache.pool.block_size

@@ -84,6 +84,8 @@ class ResidentTable:
 
     def settle(self, device_slot: I32, stop: int) -> None:
         """Take in what changed among the first ``stop`` blocks of a layer."""
+        if stop == self._stop <= self._changed:
+            return
         start = min(self._changed, stop, self._stop)
         old, new = self._seen[start : self._stop], device_slot[start:stop]
         both = min(len(old), len(new))

@@ -5,7 +5,7 @@ Needs torch, which is asked for streams, graphs and events only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.driver.base import Stream
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Launcher
 
 WORKSPACE_BYTES = 320 << 20
 
@@ -29,39 +29,14 @@ class StaticLauncher:
         import torch
 
         self._torch = torch
-        self._device = device
         self._uploads: dict[tuple[int, bytes], Any] = {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self.launch = device.launch
+        self.max_active_clusters = device.max_active_clusters
         self.arch = device.arch
         self.compute_capability = device.compute_capability
         self.sm_count = device.sm_count
         self.shared_bytes_limit = device.shared_bytes_limit
-
-    def launch(
-        self,
-        stream: Stream,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        grid: Grid,
-        block: Grid,
-        shared_bytes: int,
-        params: bytes,
-        *,
-        cluster: int = 1,
-        follows: bool = False,
-    ) -> None:
-        """See :meth:`Launcher.launch`."""
-        self._device.launch(
-            stream,
-            kernel,
-            constants,
-            grid,
-            block,
-            shared_bytes,
-            params,
-            cluster=cluster,
-            follows=follows,
-        )
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Address of a copy that stays."""
@@ -81,17 +56,6 @@ class StaticLauncher:
         if nbytes > WORKSPACE_BYTES:
             raise ValueError(f"a workspace of {nbytes} bytes; {WORKSPACE_BYTES} are there")
         return int(self._workspace.data_ptr())
-
-    def max_active_clusters(
-        self,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        block: Grid,
-        shared_bytes: int,
-        cluster: int,
-    ) -> int:
-        """See :meth:`Launcher.max_active_clusters`."""
-        return self._device.max_active_clusters(kernel, constants, block, shared_bytes, cluster)
 
 
 class Graph:

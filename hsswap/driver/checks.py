@@ -161,15 +161,18 @@ def _positions(work: AttendWork, shape: tuple[int, ...]) -> I32 | Tensor | None:
 
 
 def _lengths(given: I64 | Tensor, sequences: int) -> I64 | Tensor:
-    """Check lengths or positions of sequences; a copy of those the host holds."""
+    """Check lengths or positions of sequences; a copy of those the host holds, unless nobody can
+    change them.
+    """
     if isinstance(given, Tensor):
         held_counters(given, sequences, "lengths")
         return given
     if not isinstance(given, np.ndarray) or given.dtype != np.int64:
         raise ArgumentError("lengths must be an int64 NumPy array")
     require(given.shape == (sequences,), f"lengths must have shape {(sequences,)}")
-    require(not given.size or int(given.min()) >= 0, "lengths cannot be negative")
-    return given.copy()
+    least = given.item() if given.size == 1 else given.min(initial=0)
+    require(least >= 0, "lengths cannot be negative")
+    return given if given.base is None and not given.flags.writeable else given.copy()
 
 
 def append_at(work: AppendAtWork) -> AppendAtWork:

@@ -7,8 +7,7 @@ is never reset, and what a thread has current is put back after every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -90,21 +89,13 @@ class Context:
     ) -> None:
         self.driver.cuCtxPopCurrent()
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
+    def relaxed(self) -> Relaxed:
         """Let this thread allocate, load and ask events while some stream is being captured.
 
         Without it a capture in another thread (torch.cuda.graph, in its default mode) makes such
         calls fail here, and the capture with them. None of them is part of a capture.
         """
-        driver = self.driver
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        what = f"{self.name}: cuThreadExchangeStreamCaptureMode"
-        before = checked(driver.cuThreadExchangeStreamCaptureMode(mode), what)
-        try:
-            yield
-        finally:
-            driver.cuThreadExchangeStreamCaptureMode(before)
+        return Relaxed(self)
 
     def release(self) -> None:
         """Let go of the primary context. Nothing may be made in it afterwards; twice is fine."""
@@ -115,3 +106,21 @@ class Context:
         if self._is_retained:
             self._is_retained = False
             self.driver.cuDevicePrimaryCtxRelease(self._device)
+
+
+class Relaxed:
+    """What :meth:`Context.relaxed` returns. A class: a generator takes longer than the calls."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        driver = self._context.driver
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        status = driver.cuThreadExchangeStreamCaptureMode(mode)
+        self._before = checked(status, f"{self._context.name}: cuThreadExchangeStreamCaptureMode")
+
+    def __exit__(self, *error: object) -> None:
+        self._context.driver.cuThreadExchangeStreamCaptureMode(self._before)

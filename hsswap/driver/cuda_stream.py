@@ -32,6 +32,9 @@ from hsswap.errors import ArgumentError, CaptureError, ClosedError
 EPOCH_WORKS = 32
 """Operations. Events cost 1 us each; held longer, memory of finished work is given back late."""
 
+MARKS_A_REAP = 4
+"""Epochs from one look at finished ones to the next: a look is three calls of the driver."""
+
 RING_BYTES = 1 << 20
 """First size of a ring; index arrays of a launch are some KiB. It doubles when it is too small."""
 
@@ -91,6 +94,7 @@ class StreamState:
         self.param_list = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self._held: list[object] = []
         self._works = 0
+        self._marks = 0
         self._epochs: deque[_Epoch] = deque()
         self._rings = [UploadRing(shared.context, RING_BYTES)]
         self._kept: dict[str, _Kept] = {}
@@ -125,7 +129,9 @@ class StreamState:
             ring = self._rings[-1]
             self._epochs.append(_Epoch(event, ring, ring.head, self._held))
             self._held, self._works = [], 0
-        self.reap()
+        self._marks += 1
+        if self._marks % MARKS_A_REAP == 0:
+            self.reap()
         return event
 
     def reap(self) -> None:
