@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,10 +24,8 @@ from hsswap.pools import GroupPool
 from hsswap.prefetch import Blocks
 from hsswap.retiring import Resident
 from hsswap.reusing import Reusing
-from hsswap.tiers import I32, I64
+from hsswap.tiers import I32
 from hsswap.writeback import Batch
-
-NO_IDS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +36,14 @@ class _Holding:
 
     leased: list[I32] = field(default_factory=list)
     spare: list[I32] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was reserved when captured steps began: ids, and host slots of each layer."""
+
+    ids: int
+    slots: list[int]
 
 
 class Capturing(Reusing):
@@ -63,6 +70,7 @@ class Capturing(Reusing):
             tokens = checked_length(tokens, longest, what="tokens")
             if not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
                 raise ArgumentError(f"rows is {rows!r}; a captured step has 1 to {MOST_ROWS}")
+            before = _Before(len(self.ids), self._reservation.counts())
             with self._all_or_nothing():
                 steps, held = await self._open_steps(tokens, rows, raw_stream)
             self._steps = steps
@@ -70,7 +78,7 @@ class Capturing(Reusing):
             yield steps
         finally:
             steps.end()
-            await insist(lambda: self._take_back(steps, held, raw_stream))
+            await insist(lambda: self._take_back(steps, held, before, raw_stream))
 
     async def _open_steps(
         self, tokens: int, rows: int, stream: Stream
@@ -173,19 +181,22 @@ class Capturing(Reusing):
         for cache, spare in zip(self._layers, holding.spare, strict=False):
             cache.pool.give_back_resident(cache.group_layer, spare)
 
-    async def _take_back(self, steps: CapturedSteps, held: list[Held], stream: Stream) -> None:
+    async def _take_back(
+        self, steps: CapturedSteps, held: list[Held], before: _Before, stream: Stream
+    ) -> None:
         """Go on where the steps ended; then free what they used."""
         swap = self._swap
-        with swap.lock:
-            if swap.closed:
-                return  # and with it goes all of this
-            if self._steps is not None:
-                self._hand_over(steps.final_length, held, stream)
-        await self.quiet()
-        await in_thread(steps.free)
+        try:
+            with swap.lock:
+                if self._steps is not None and not swap.closed:
+                    self._hand_over(steps.final_length, held, before, stream)
+        finally:
+            if not swap.closed:  # with it goes all of this
+                await self.quiet()
+                await in_thread(steps.free)
 
-    def _hand_over(self, length: int, held: list[Held], stream: Stream) -> None:
-        swap, before = self._swap, self.length
+    def _hand_over(self, length: int, held: list[Held], before: _Before, stream: Stream) -> None:
+        swap, began_at = self._swap, self.length
         self._steps = None
         overs: list[Handover] = []
         try:
@@ -197,6 +208,7 @@ class Capturing(Reusing):
                     self._enqueue_over(cache, mine, over, active, stream)
         except BaseException as error:
             self._broken = error
+            self._give_up(held, overs)
             raise
         assert self._last is not None
         event = self._last[1]
@@ -218,9 +230,26 @@ class Capturing(Reusing):
                 swap.release_after(event, pool, leased, scan=self.top_k is None)
             unused.append(Resident(pool, cache.group_layer, over.unused))
             if self.top_k is not None:
-                self._top_k_layers[cache.layer].resume(length - before)
-        swap.retiring.later(NO_IDS, unused, event)
-        swap.counters.appended_tokens += length - before
+                self._top_k_layers[cache.layer].resume(length - began_at)
+        left = [max(0, c - o.filled) for c, o in zip(before.slots, overs, strict=True)]
+        swap.call_behind(event, self._reservation.detach(left))
+        kept = max(before.ids, swap.config.dims.blocks_of(length))
+        ids = self.ids[kept:]
+        self._set_ids(self.ids[:kept])
+        swap.retiring.later(ids, unused, event)
+        swap.counters.appended_tokens += length - began_at
+
+    def _give_up(self, held: list[Held], overs: list[Handover]) -> None:
+        """A hand-over failed: what it would have given back goes once nothing uses it any more.
+
+        ``overs``: of the layers whose tables were moved. Under the swap's lock.
+        """
+        for cache, mine in zip(self._layers, held, strict=True):
+            pool, leased = cache.pool, mine.leased[mine.leased >= 0]
+            unused = overs[cache.layer].unused if cache.layer < len(overs) else mine.spare
+            pool.tier.unpin(leased)
+            self._behind.append(partial(self._swap.release_now, pool, leased))
+            self._behind.append(Resident(pool, cache.group_layer, unused).give_back)
 
     def _enqueue_over(
         self, cache: LayerCache, held: Held, over: Handover, active: int, stream: Stream

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,13 +67,26 @@ class Reservation:
         """How many slots are held in each layer."""
         return [len(slots) for slots in self._slots]
 
-    def abandon(self, but: list[int] | None = None) -> None:
-        """Give every slot back, or all ``but`` so many of each layer. Under the swap's lock."""
+    def detach(self, but: list[int] | None = None) -> list[Callable[[], None]]:
+        """Hold no slot any more, or only those of the next ``but`` blocks of each layer.
+
+        Returns what gives the others back, to be called when nothing fills them. Under the swap's
+        lock, here and there.
+        """
+        calls: list[Callable[[], None]] = []
         for layer, slots in enumerate(self._slots):
             kept = 0 if but is None else but[layer]
             if len(slots) > kept:
                 pool = self._swap.pool_of(layer)
                 self._slots[layer] = slots[:kept]
                 pool.reserved_slots -= len(slots) - kept
-                pool.tier.discard(slots[kept:])
+                calls.append(partial(pool.tier.discard, slots[kept:]))
+        return calls
+
+    def abandon(self, but: list[int] | None = None) -> None:
+        """Give every slot back, or all ``but`` so many of each layer: nothing was told to fill
+        them. Under the swap's lock.
+        """
+        for give_back in self.detach(but):
+            give_back()
         self._swap.mailbox.post(self._swap.prefetcher.pump_soon)

@@ -83,17 +83,17 @@ class Reshaping(SequenceState):
         back behind the work that uses them.
 
         Raises ArgumentError for a length out of range. BlockIOError for a cut block that cannot be
-        read, and cancellation, leave some layers cut: only :meth:`truncate`, to the same length or
-        less, or :meth:`close` can follow.
+        read, DeviceError for a launch that is refused, and cancellation, may leave some layers cut:
+        only :meth:`truncate`, to the same length or less, or :meth:`close` can follow then.
         """
         with self._exclusive("truncate"):
             raw_stream = self._swap.stream_of(stream)
-            cuts = self._cuts(length)
-            if not cuts:
+            wanted, cuts = self._cuts(length)
+            if not cuts and self._cut_to is None:
                 return
             restores = [cut.to_restore(self._indices) for cut in cuts]
             self._swap.prefetcher.plan(self.number, [b for b in restores if b is not None])
-            with self._cutting(cuts, raw_stream) as freed:
+            with self._cutting(wanted, cuts, raw_stream) as freed:
                 for cut, blocks in zip(cuts, restores, strict=True):
                     loaded = None
                     if blocks is not None:
@@ -106,7 +106,9 @@ class Reshaping(SequenceState):
         """Like :meth:`truncate`, from any thread, but False where a block must come from disk."""
         with self._swap.lock, self._exclusive("truncate"):
             raw_stream = self._swap.stream_of(stream)
-            cuts = self._cuts(length)
+            wanted, cuts = self._cuts(length)
+            if not cuts and self._cut_to is None:
+                return True
             slots: list[I32 | None] = []
             for cut in cuts:
                 blocks = cut.to_restore(self._indices)
@@ -114,7 +116,7 @@ class Reshaping(SequenceState):
                 if blocks is not None and slots[-1] is None:
                     return False
             self._swap.mailbox.post(lambda: self._plan([]))
-            with self._cutting(cuts, raw_stream) as freed:
+            with self._cutting(wanted, cuts, raw_stream) as freed:
                 for cut, held in zip(cuts, slots, strict=True):
                     if held is not None:
                         cut.cache.pool.tier.lease(held)
@@ -153,28 +155,31 @@ class Reshaping(SequenceState):
                 fork._last = self._last
             return fork
 
-    def _cuts(self, length: object) -> list[Cut]:
+    def _cuts(self, length: object) -> tuple[int, list[Cut]]:
         longest = self.length if self._cut_to is None else self._cut_to
         wanted = checked_length(length, longest)
-        return [Cut(cache, wanted) for cache in self._layers if cache.length > wanted]
+        return wanted, [Cut(cache, wanted) for cache in self._layers if cache.length > wanted]
 
     @contextmanager
-    def _cutting(self, cuts: list[Cut], stream: Stream) -> Iterator[list[Resident]]:
-        """Layers are being cut; who adds what they leave to the list has it given back."""
+    def _cutting(self, length: int, cuts: list[Cut], stream: Stream) -> Iterator[list[Resident]]:
+        """Layers are being cut; who adds what they leave to the list has it given back.
+
+        What fails before the first layer changed has changed nothing; afterwards ``_cut_to`` says
+        that the others are still to be cut.
+        """
         freed: list[Resident] = []
-        if not cuts:
-            yield freed
-            return
-        length = cuts[0].length
         lost = self._cut_to is not None or any(cut.lost_full for cut in cuts)
-        self._cut_to = length
         try:
             with self._ordered(stream):
                 yield freed
             self._cut_to = None
-        finally:
-            if self._unrecorded is None:
-                self._let_go(length, freed, lost=lost and self._cut_to is None)
+        except BaseException:
+            if self._unrecorded is None and freed:
+                self._let_go(length, freed, lost=False)
+            elif freed:  # no event says when they are used no more: the next one does
+                self._behind += [unused.give_back for unused in freed]
+            raise
+        self._let_go(length, freed, lost=lost)
 
     def _let_go(self, length: int, freed: list[Resident], *, lost: bool) -> None:
         """Give device slots back, and with ``lost`` the ids of what changed."""
@@ -191,14 +196,21 @@ class Reshaping(SequenceState):
 
     def _cut_layer(self, cut: Cut, host_slots: I32 | None, stream: Stream) -> Resident:
         """Cut one layer; ``host_slots`` ``[1]`` is leased and holds the block that is reopened."""
-        cache = cut.cache
+        swap, cache = self._swap, cut.cache
         if cut.lost_full and self._top_k_layers:
             self._top_k_layers[cache.layer].reset()  # its units are by block number
         if host_slots is not None:
+            pool, slots = cache.pool, host_slots
             try:
-                enqueue_restore(self._swap.device, stream, cache, host_slots)
-                self._swap.release_after(stream.record(), cache.pool, host_slots)
-            except BaseException as error:
-                self._broken = error
+                enqueue_restore(swap.device, stream, cache, slots)
+            except BaseException:
+                swap.release_now(pool, slots)
                 raise
+            self._cut_to = cut.length  # what was active is overwritten
+            try:
+                swap.release_after(stream.record(), pool, slots)
+            except BaseException:
+                self._behind.append(lambda: swap.release_now(pool, slots))
+                raise
+        self._cut_to = cut.length
         return Resident(cache.pool, cache.group_layer, cut.apply())

@@ -30,6 +30,10 @@ class Resident:
     group_layer: int
     slots: I32
 
+    def give_back(self) -> None:
+        """No enqueued work reads them any more. Under the swap's lock."""
+        self.pool.give_back_resident(self.group_layer, self.slots)
+
 
 class Retiring:
     """What sequences let go of. Runs on the loop; :meth:`later` may be called from any thread.
@@ -103,7 +107,7 @@ class Retiring:
 
         def free() -> None:
             for unused in slots:
-                unused.pool.give_back_resident(unused.group_layer, unused.slots)
+                unused.give_back()
 
         try:
             await self.now(ids, free)

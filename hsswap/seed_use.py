@@ -72,8 +72,7 @@ class SeedUse(SwapState):
         def free() -> None:
             named.valid[:, index] = 0
             for layer in np.flatnonzero(named.resident[:, index] >= 0).tolist():
-                gone = self._take_resident(layer, index)
-                gone.pool.give_back_resident(gone.group_layer, gone.slots)
+                self._take_resident(layer, index).give_back()
 
         with self.lock:
             self.check_open()

@@ -171,7 +171,8 @@ class Sequence(LookingAhead):
             self._closed = True
             if self._swap.closed:
                 return
-            self._reservation.abandon()
+            # Behind what captured steps that failed at their end may still fill.
+            self._behind.append(self._reservation.abandon)
         try:
             await self._swap.release_sequence(self)
         except BaseException:

@@ -51,6 +51,9 @@ class SequenceState:
         self._busy = ""
         self._broken: BaseException | None = None
         self._unrecorded: Stream | None = None
+        self._behind: list[Callable[[], None]] = []
+        """To be called, under the swap's lock, once what is enqueued has run: no event says when
+        that is, since one was refused."""
         self._closed = False
         self._steps: CapturedSteps | None = None
         self._cut_to: int | None = None  # a truncate was interrupted at this length
@@ -88,16 +91,18 @@ class SequenceState:
         for _ in range(QUIET_ATTEMPTS):
             if self._unrecorded is None:
                 break
-            try:  # What was enqueued last is behind the last event: the queue was full, perhaps.
-                self._last = (self._unrecorded, self._unrecorded.record())
-                self._unrecorded = None
-            except ClosedError:
-                self._unrecorded = None  # by its owner, who has waited for its work
+            try:
+                with suppress(ClosedError):
+                    self._record_rest()
             except DeviceError:
                 await asyncio.sleep(QUIET_PAUSE_S)
         if self._last is not None:
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await self._last[1].wait()
+        with self._swap.lock:
+            behind, self._behind = self._behind, []
+            for give_back in behind:
+                give_back()
 
     def free_slots(self) -> None:
         """Give every device slot back. For the swap, under its lock, once nothing uses them."""
@@ -173,14 +178,30 @@ class SequenceState:
     @contextmanager
     def _ordered(self, stream: Stream) -> Iterator[None]:
         """Work of this sequence runs in call order, also when its calls change streams."""
+        with suppress(ClosedError):
+            self._record_rest()
         if self._last is not None and self._last[0] is not stream:
             stream.wait_for(self._last[1])
         try:
             yield
         finally:
             self._unrecorded = stream
+            self._record_rest()
+
+    def _record_rest(self) -> None:
+        """An event behind what was enqueued last, if there is none yet: the queue may be full."""
+        stream = self._unrecorded
+        if stream is None:
+            return
+        try:
             self._last = (stream, stream.record())
-            self._unrecorded = None
+        except ClosedError:
+            self._unrecorded = None  # by its owner, who has waited for its work
+            raise
+        self._unrecorded = None
+        if self._behind and self._last is not None:
+            behind, self._behind = self._behind, []
+            self._swap.call_behind(self._last[1], behind)
 
     async def _when_room(self, take: Callable[[], T]) -> T:
         """``take()``; if ids are too few, once more when those on their way are back."""

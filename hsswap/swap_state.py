@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
@@ -194,6 +194,17 @@ class SwapState:
             self.prefetcher.pump_soon()
 
         event.call_when_done(lambda: self.mailbox.post(release))
+
+    def call_behind(self, event: Event, calls: list[Callable[[], None]]) -> None:
+        """Call these under the lock, on the loop, once ``event`` is done."""
+
+        def call() -> None:
+            with self.lock:
+                for each in calls:
+                    each()
+            self.prefetcher.pump_soon()
+
+        event.call_when_done(lambda: self.mailbox.post(call))
 
     def release_now(self, pool: GroupPool, slots: I32) -> None:
         """Give leases back of slots that no launch was told of. From any thread."""

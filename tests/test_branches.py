@@ -174,8 +174,20 @@ async def test_top_k_branches_choose_from_their_own_blocks() -> None:
         assert all((answer == np.asarray(result.out)).all() for answer in answers)
 
 
-async def test_an_interrupted_truncate_goes_on_or_is_closed() -> None:
+async def test_a_truncate_that_fails_before_the_first_layer_changed_has_changed_nothing() -> None:
     never = Fault(FaultKind.ERRNO, only="read", at=0, count=3)
+    async with watched(config_of(CASE), never) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(500)])
+        await swap.flush()
+        with pytest.raises(BlockIOError):
+            await branch.sequence.truncate(300)
+        await branch.append([*range(600, 700)])
+        await branch.check()
+
+
+async def test_an_interrupted_truncate_goes_on_or_is_closed() -> None:
+    never = Fault(FaultKind.ERRNO, only="read", at=1, count=3)  # a layer's one read before it
     async with watched(config_of(CASE), never) as swap:
         branch = Branch(swap.sequence(), CASE)
         await branch.append([*range(500)])

@@ -11,6 +11,7 @@ import pytest
 from hsswap import ArgumentError, BlockIOError, HighSpeedSwap, OutOfBlocks, OutOfSlots
 from hsswap.errors import CaptureError, ClosedError
 from hsswap.io.memory import Fault, FaultKind
+from hsswap.tiers import SlotState
 from tests.branches import Branch, alone
 from tests.captured_engine import config_of, engine_of
 from tests.swap_cases import MIXED, SMALL, Case, random_case
@@ -69,6 +70,44 @@ async def test_what_is_not_finished_is_forgotten(start: int, resident: int, kept
                 steps.finish(start + kept)
         branch.rows = [*range(start + kept)]
         await branch.check()
+        await branch.append([*range(800, 830)])
+        await branch.check(40)
+
+
+@pytest.mark.parametrize("reserved", [0, 20, 100])
+@pytest.mark.parametrize("kept", [0, 9, 17, 48])
+async def test_what_was_taken_for_the_steps_and_not_used_comes_back(
+    kept: int, reserved: int
+) -> None:
+    """What the caller had reserved before stays, but for what the steps filled."""
+    async with watched(config_of(CASE, 640, resident=20)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(263)])
+        await branch.sequence.reserve(reserved)
+        await swap.flush()
+        before = swap.statistics()
+        held = branch.sequence._reservation.counts()
+        async with (
+            engine_of(swap, CASE, 1) as engine,
+            branch.sequence.captured(48, stream=engine.stream) as steps,
+        ):
+            with engine.capture(steps, advance=1) as graph:
+                for row in range(263, 263 + kept):
+                    engine.run(graph, [row])
+            assert swap.statistics().free_blocks < before.free_blocks or reserved == 100
+            steps.finish(263 + kept)
+        await swap.retiring.settle()
+        filled = (263 + kept) // 16 - 263 // 16
+        left = [max(0, count - filled) for count in held]
+        assert branch.sequence._reservation.counts() == left
+        ids = max(-(-(263 + kept) // 16), -(-(263 + reserved) // 16))
+        assert len(branch.sequence.ids) == ids
+        await swap.flush()
+        tier = swap.pool_of(0).tier
+        dirty = int((tier.state == SlotState.DIRTY).sum())
+        assert dirty == sum(left) == swap.pool_of(0).reserved_slots
+        branch.rows = [*range(263 + kept)]
+        await branch.check(20)
         await branch.append([*range(800, 830)])
         await branch.check(40)
 
