@@ -88,10 +88,10 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                     if ready is None:
                         break
                     swap.counters.host_hits += len(ready.slots)
-                    work.enqueue(ready, state)
-                    launched.append(query.stream.record())
+                    launched.append(work.enqueue(ready, state) or query.stream.record())
                 if work.finished:
                     return _finish(swap, query, work)
+                work.give_back()
                 blocks = work.needs()
             if len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
@@ -101,8 +101,7 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                 swap.check_open()
                 swap.counters.misses += loaded.missed
                 swap.counters.host_hits += len(loaded.slots) - loaded.missed
-                work.enqueue(loaded, state)
-                launched.append(query.stream.record())
+                launched.append(work.enqueue(loaded, state) or query.stream.record())
 
 
 def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
@@ -223,6 +222,7 @@ def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[Attention
         try:
             yield state_in(buffer, group, rows)
         finally:
+            work.give_back()
             if work.unread is not None:
                 swap.release_now(query.cache.pool, work.unread)
 

@@ -105,8 +105,7 @@ class ExactPass:
     """One attend of one layer: which tile is next, what it needs, and its launches.
 
     ``queries`` ``[1, rows, Q, dk]``; ``end(state)``: where the output goes, and what else is
-    wanted. ``read(event, pool, host_slots)`` is called with the event behind the last work that
-    reads a tile's host slots, after which the leases can be given back.
+    wanted. ``release(event, pool, host_slots)`` is asked to give leases back behind an event.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class ExactPass:
         queries: Tensor,
         end: Callable[[AttentionState], FinalizeWork],
         tile_tokens: int,
-        read: Callable[[Event, GroupPool, I32], None],
+        release: Callable[[Event, GroupPool, I32], None],
     ) -> None:
         self._device = device
         self._stream = stream
@@ -126,7 +125,9 @@ class ExactPass:
         self._indices = indices
         self._queries = queries
         self._end = end
-        self._read = read
+        self._release = release
+        self._read_slots: list[I32] = []
+        self._last_reader: Event | None = None
         self._in_place = device.reads_in_place(queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
         self._lengths.flags.writeable = False  # so that no launch has to copy them
@@ -138,7 +139,7 @@ class ExactPass:
         self.next_tile = 0
         self.device_hits = 0
         self.unread: I32 | None = None
-        """Leased slots of a tile whose launch failed before ``read`` was told of them."""
+        """Leased slots of a tile whose launch failed before its readers had an event."""
 
     @property
     def tile_count(self) -> int:
@@ -228,32 +229,52 @@ class ExactPass:
         tier.lease(every)
         return Loaded(every, 0)
 
-    def enqueue(self, loaded: Loaded, state: AttentionState) -> None:
-        """Launch the next tile; its missing blocks are in the leased host slots."""
+    def enqueue(self, loaded: Loaded, state: AttentionState) -> Event | None:
+        """Launch the next tile; its missing blocks are in the leased host slots. Returns an event
+        behind it if it needed one.
+        """
         tile = self._tiles[self.next_tile]
         pool = self._cache.pool
         if self._is_resident:
             self.device_hits += tile.stop - tile.start
             self._attend(tile, self._resident_units(tile), state)
             self.next_tile += 1
-            return
+            return None
         slots = self._cache.device_slot[tile.start : tile.stop]
         units = pool.slots.units(slots)
         missing = np.flatnonzero(slots < 0)
         self.device_hits += len(slots) - len(missing)
         self.unread = loaded.slots
+        event: Event | None = None
         if self._in_place or not len(missing):
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
             units[:, missing] = host_unit(loaded.slots, heads, len(heads))
             self._attend(tile, units[None], state)
             if len(missing):
-                self._read(self._stream.record(), pool, loaded.slots)
+                event = self._stream.record()
+                self._read(event, loaded.slots)
             self.unread = None
         else:
             units[:, missing], region = self._gather(loaded)
             self._attend(tile, units[None], state)
-            region.last_read = self._stream.record()
+            region.last_read = event = self._stream.record()
         self.next_tile += 1
+        return event
+
+    def give_back(self) -> None:
+        """Give the leases of what is enqueued back, behind the last reader: all are of one stream.
+
+        Once for many tiles: each time costs the GPU a callback and this process a wake-up of a
+        thread, which takes the interpreter from the launches.
+        """
+        slots, self._read_slots = self._read_slots, []
+        if slots:
+            assert self._last_reader is not None
+            self._release(self._last_reader, self._cache.pool, np.concatenate(slots))
+
+    def _read(self, event: Event, slots: I32) -> None:
+        self._last_reader = event
+        self._read_slots.append(slots)
 
     def _resident_units(self, tile: Tile) -> I32 | Tensor:
         """Entries of a tile whose blocks are all in device slots."""
@@ -292,7 +313,7 @@ class ExactPass:
         )
         gathered = copies.record()
         region.last_read = gathered  # should the attend that follows be refused
-        self._read(gathered, pool, loaded.slots)
+        self._read(gathered, loaded.slots)
         self.unread = None
         self._stream.wait_for(gathered)
         return units, region

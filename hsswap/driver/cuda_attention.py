@@ -87,10 +87,10 @@ def enqueue_attend(
     else:
         wide = uses_wide(device, work, shape)
         fused = fused and wide
-        last = end if fused else None
         if wide:
-            _launch_wide(device, stream, work, shape, last)
-        _launch_tiles(device, stream, work, shape, wide, last)
+            _launch_wide(device, stream, work, shape, end if fused else None)
+        else:
+            _launch_tiles(device, stream, work, shape)
     if work.block_lse is not None and shape.entries and decode is None:
         grid = Grid(-(-shape.entries // _WARPS_A_BLOCK), min(shape.rows_in_state, 65535))
         params = attend_params(device, stream, work, shape, parts=0)
@@ -191,6 +191,8 @@ def _launch_wide(
     grid, block = Grid(tiles, shape.pairs), Grid(WIDE_THREADS)
     constants = span_constants(group, 16)
     device.launch(stream, "attend_wide", constants, grid, block, WIDE_SHARED_BYTES, maps)
+    # What it leaves, of the same parameters.
+    _launch_tile(device, stream, work, shape, 1, params)
 
 
 def _tile_bytes(group: LayerGroup) -> tuple[int, int]:
@@ -214,38 +216,28 @@ def tile_constants(
     }
 
 
-def _launch_tiles(
-    device: Launcher,
-    stream: Stream,
-    work: AttendWork,
-    shape: Shape,
-    wide: bool,
-    end: FinalizeWork | None,
+def _launch_tiles(device: Launcher, stream: Stream, work: AttendWork, shape: Shape) -> None:
+    group = work.units.group
+    tiles = -(-shape.rows * group.group_size // TILE_PAIRS)
+    splits = max(1, min(shape.spans, -(-2 * device.sm_count // (tiles * shape.pairs))))
+    if shape.rows_in_state * shape.spans * (group.value_dim + 2) * 4 > MOST_PARTIAL_BYTES:
+        splits = 1
+    params = attend_params(device, stream, work, shape, shape.spans, partial=splits > 1)
+    _launch_tile(device, stream, work, shape, splits, params)
+    if splits > 1:
+        _launch_merge(device, stream, group, work.units.block_size, shape, params)
+
+
+def _launch_tile(
+    device: Launcher, stream: Stream, work: AttendWork, shape: Shape, splits: int, params: bytes
 ) -> None:
     group, size = work.units.group, work.units.block_size
     constants = tile_constants(device, group, size, is_wide(work)) | page_constants(work)
     tiles = -(-shape.rows * group.group_size // TILE_PAIRS)
-    blocks = tiles * shape.pairs
-    splits = min(shape.spans, -(-2 * device.sm_count // blocks))
-    if shape.rows_in_state * shape.spans * (group.value_dim + 2) * 4 > MOST_PARTIAL_BYTES:
-        splits = 1
-    splits = 1 if wide else max(1, splits)
-    params = attend_params(
-        device,
-        stream,
-        work,
-        shape,
-        shape.spans,
-        end,
-        partial=splits > 1,
-        wide=wide,
-    )
     grid = Grid(tiles, shape.pairs, splits)
     apart, together = _tile_bytes(group)
     shared = apart if constants["APART"] else together
     device.launch(stream, "attend_tile", constants, grid, Grid(TILE_THREADS), shared, params)
-    if splits > 1:
-        _launch_merge(device, stream, group, size, shape, params)
 
 
 def _launch_merge(
