@@ -32,6 +32,7 @@ class StaticLauncher:
         self._uploads: dict[tuple[int, bytes], Any] = {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self.launch = device.launch
+        self.copy = device.copy
         self.max_active_clusters = device.max_active_clusters
         self.arch = device.arch
         self.compute_capability = device.compute_capability

@@ -304,6 +304,11 @@ class CudaDevice(Device):
         """See :meth:`Launcher.upload`."""
         return cast(CudaStream, stream).state.upload(array, direct)
 
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """See :meth:`Launcher.copy`."""
+        driver, handle = self.context.driver, cast(CudaStream, stream).handle
+        checked(driver.cuMemcpyAsync(target, source, nbytes, handle), f"{self.name}: cuMemcpyAsync")
+
     def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
         """See :meth:`Launcher.keep`."""
         return cast(CudaStream, stream).state.keep(name, array)

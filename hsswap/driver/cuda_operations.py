@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +40,11 @@ CHECKSUM_ROW = 4096  # bytes of a thread block's step in checksum.cu
 
 MOVE_BLOCKS = 48
 """Thread blocks of gather and scatter: enough for the link, few beside attention (gather.cu)."""
+
+COPY_BYTES = 1 << 19
+"""Mean bytes of a run from which the copy engine takes a gather. A copy takes the processor longer
+than a launch, but no multiprocessor from attention.
+"""
 
 CODE_BLOCKS_AN_SM = 4
 """Thread blocks of encode and score that take turns: they hide each other's first loads."""
@@ -188,8 +195,49 @@ def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | Scat
 
 
 def gather(device: Launcher, stream: Stream, work: GatherWork) -> None:
-    """Host slots to device slots."""
-    _move(device, stream, "gather", work)
+    """Host slots to device slots: by the copy engine where runs of whole blocks are long."""
+    runs = block_runs(work)
+    if len(work.heads) * work.units.unit_bytes < COPY_BYTES * max(1, len(runs)):
+        _move(device, stream, "gather", work)
+        return
+    block_bytes = work.blocks.block_bytes
+    for run in runs:
+        target = work.units.memory.address + run.device_slot * block_bytes
+        source = work.blocks.memory.address + run.host_slot * block_bytes
+        device.copy(stream, target, source, run.blocks * block_bytes)
+
+
+class BlockRun(NamedTuple):
+    """Neighbouring blocks in both tiers: the first host slot, the first block slot, how many."""
+
+    host_slot: int
+    device_slot: int
+    blocks: int
+
+
+def block_runs(work: GatherWork) -> list[BlockRun]:
+    """What a gather moves if that is whole blocks, listed head by head; else nothing."""
+    heads = work.units.group.kv_heads
+    blocks, rest = divmod(len(work.heads), heads)
+    if rest or not blocks or work.blocks.block_bytes != heads * work.units.unit_bytes:
+        return []
+    head = np.arange(heads, dtype=np.int32)[:, None]
+    host_slots = work.host_slots.reshape(heads, blocks)
+    units = work.device_slots.reshape(heads, blocks)
+    if (
+        (units[0] % heads).any()
+        or (units != units[0] + head).any()
+        or (host_slots != host_slots[0]).any()
+        or (work.heads.reshape(heads, blocks) != head).any()
+    ):
+        return []
+    first, to = host_slots[0], units[0] // heads
+    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(to) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    return [
+        BlockRun(int(first[start]), int(to[start]), stop - start)
+        for start, stop in pairwise([*starts, blocks])
+    ]
 
 
 def scatter(device: Launcher, stream: Stream, work: ScatterWork) -> None:

@@ -81,6 +81,9 @@ class Launcher(Chip, Protocol):
         (best for short lists that are read once); else a copy in device memory is made.
         """
 
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes of mapped host memory to the device by the copy engine, in stream order."""
+
     def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
         """As :meth:`upload`, for an array that rarely changes: the last one under ``name`` stays in
         device memory, and is copied again only when the bytes differ. Returns its address, aligned

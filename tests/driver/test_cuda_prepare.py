@@ -81,6 +81,9 @@ class Listening:
         """Somewhere."""
         return 4096
 
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """No launch."""
+
     def keep(self, stream: Stream, name: str, array: Any) -> int:
         """Somewhere."""
         return 4096

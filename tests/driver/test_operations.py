@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hsswap.config import LayerGroup
+from hsswap.driver.cuda_operations import block_runs
 from hsswap.driver.operations import (
     AppendWork,
     BlockPool,
@@ -174,6 +175,59 @@ def test_gather_of_more_than_is_copied_at_a_time(rig: Rig) -> None:
     rig.stream.synchronize()
     wanted = np.broadcast_to((order // 2)[:, None], units.memory.shape)
     np.testing.assert_array_equal(content(units), wanted)
+
+
+def whole_blocks(rig: Rig, host_slots: list[int], block_slots: list[int]) -> GatherWork:
+    """Blocks of 64 KiB, listed head by head as exact attention does it."""
+    group, count, heads = LayerGroup(1, 8, 8, 128), len(host_slots), 8
+    units, blocks = rig.units(group, 16, 64 * heads), rig.blocks(group, 16, 64)
+    blocks.memory.array().view(np.uint32)[...] = np.arange(1 << 20, dtype=np.uint32).reshape(64, -1)
+    head = np.arange(heads, dtype=np.int32)
+    slots = np.array(block_slots, np.int32) * heads + head[:, None]
+    return GatherWork(
+        blocks,
+        units,
+        np.tile(np.array(host_slots, np.int32), heads),
+        head.repeat(count),
+        slots.ravel(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("host_slots", "block_slots"),
+    [
+        ([*range(5, 33)], [*range(28)]),
+        ([*range(40, 56), *range(3, 19)], [*range(2, 34)]),
+        ([*range(20), *range(20, 40)], [*range(30, 50), *range(20)]),
+        ([63 - i for i in range(20)], [*range(20)]),
+        ([7], [9]),
+    ],
+    ids=["one run", "host in two runs", "device in two runs", "backwards", "one block"],
+)
+def test_gather_of_whole_blocks(rig: Rig, host_slots: list[int], block_slots: list[int]) -> None:
+    work = whole_blocks(rig, host_slots, block_slots)
+    source = content(work.blocks)
+    wanted = content(work.units).reshape(64, -1)
+    wanted[block_slots] = source[host_slots]
+    rig.device.gather(rig.stream, work)
+    rig.stream.synchronize()
+    np.testing.assert_array_equal(content(work.units).reshape(64, -1), wanted)
+    np.testing.assert_array_equal(content(work.blocks), source)
+
+
+def test_runs_of_whole_blocks(rig: Rig) -> None:
+    work = whole_blocks(rig, [4, 5, 6, 9, 10, 3], [7, 8, 9, 10, 12, 13])
+    assert block_runs(work) == [(4, 7, 3), (9, 10, 1), (10, 12, 1), (3, 13, 1)]
+    swapped = work.device_slots.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert block_runs(replace(work, device_slots=swapped)) == []
+    assert block_runs(replace(work, heads=work.heads[::-1].copy())) == []
+    part = {name: getattr(work, name)[:-1] for name in ("host_slots", "heads", "device_slots")}
+    assert block_runs(replace(work, **part)) == []
+    padded = LayerGroup(1, 3, 3, 24)
+    units, blocks = rig.units(padded, 16, 6), rig.blocks(padded, 16, 2)
+    i32 = np.array([0, 0, 0], np.int32), np.array([0, 1, 2], np.int32)
+    assert block_runs(GatherWork(blocks, units, i32[0], i32[1], i32[1])) == []
 
 
 def random_codes_of_blocks(rig: Rig, seed: int) -> EncodeWork:
