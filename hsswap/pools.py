@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,7 @@ def state_bytes(group: LayerGroup, rows: int) -> int:
     return 4 * rows * group.q_heads * (group.value_dim + 2)
 
 
+@lru_cache(maxsize=64)  # a buffer is taken again and again for the same state
 def state_in(buffer: Buffer, group: LayerGroup, rows: int, *, sequences: int = 1) -> AttentionState:
     """The carried state of ``rows`` query rows of each sequence, laid out in a buffer."""
     heads = group.q_heads

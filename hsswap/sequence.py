@@ -120,12 +120,15 @@ class Sequence(LookingAhead):
         """
         with self._exclusive("attend"):
             query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
-            with self._ordered(query.stream):
+            with self._ordered(query.stream) as work:
                 self._show(query)
                 if self._uses_top_k(query, exact):
-                    return await attend_top_k(self._swap, query, self._top_k_layers[layer])
-                self._swap.prefetcher.plan(self.number, self._ahead(query))
-                return await attend_exact(self._swap, query)
+                    result = await attend_top_k(self._swap, query, self._top_k_layers[layer])
+                else:
+                    self._swap.prefetcher.plan(self.number, self._ahead(query))
+                    result = await attend_exact(self._swap, query)
+                work.event = result.event
+                return result
 
     def try_attend(
         self,
@@ -148,9 +151,10 @@ class Sequence(LookingAhead):
             query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
             if self._uses_top_k(query, exact):
                 return None
-            with self._ordered(query.stream):
+            with self._ordered(query.stream) as work:
                 self._show(query)
                 result = try_attend_exact(self._swap, query)
+                work.event = None if result is None else result.event
             if result is not None:
                 ahead = self._ahead(query)
                 if ahead or self._swap.prefetcher.has_plan(self.number):

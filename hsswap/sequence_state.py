@@ -31,6 +31,15 @@ QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
 T = TypeVar("T")
 
 
+class Ordered:
+    """Work of one call. ``event``: one behind all of it, which then needs no other."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event: Event | None = None
+
+
 class SequenceState:
     """Tables of a sequence and the guards around its calls; :class:`Sequence` has the calls."""
 
@@ -176,25 +185,26 @@ class SequenceState:
         self._indices = ids & np.int64(INDEX_MASK)
 
     @contextmanager
-    def _ordered(self, stream: Stream) -> Iterator[None]:
+    def _ordered(self, stream: Stream) -> Iterator[Ordered]:
         """Work of this sequence runs in call order, also when its calls change streams."""
         with suppress(ClosedError):
             self._record_rest()
         if self._last is not None and self._last[0] is not stream:
             stream.wait_for(self._last[1])
+        work = Ordered()
         try:
-            yield
+            yield work
         finally:
             self._unrecorded = stream
-            self._record_rest()
+            self._record_rest(work.event)
 
-    def _record_rest(self) -> None:
+    def _record_rest(self, event: Event | None = None) -> None:
         """An event behind what was enqueued last, if there is none yet: the queue may be full."""
         stream = self._unrecorded
         if stream is None:
             return
         try:
-            self._last = (stream, stream.record())
+            self._last = (stream, event or stream.record())
         except ClosedError:
             self._unrecorded = None  # by its owner, who has waited for its work
             raise
