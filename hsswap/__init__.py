@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
     from hsswap.diagnostics import DiagnosticSummary
     from hsswap.driver.tensor import Tensor
+    from hsswap.e4m3 import E4M3Rows
     from hsswap.errors import (
         ArgumentError,
         BlockIOError,
@@ -58,6 +59,7 @@ __all__ = [
     "CorruptBlock",
     "DeviceError",
     "DiagnosticSummary",
+    "E4M3Rows",
     "HighSpeedSwap",
     "HsswapError",
     "LayerGroup",
@@ -90,6 +92,7 @@ _HOME = {
     "CorruptBlock": "errors",
     "DeviceError": "errors",
     "DiagnosticSummary": "diagnostics",
+    "E4M3Rows": "e4m3",
     "HighSpeedSwap": "swap",
     "HsswapError": "errors",
     "LayerGroup": "config",

@@ -17,7 +17,7 @@ from hsswap.tiers import I32
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Checked rows for the end of a layer: ``keys`` ``[rows, H, dk]``, ``values``
-    ``[rows, H, dv]``, and how many blocks they fill.
+    ``[rows, H, dv]``, of E4M3 their scales ``[rows, H]``, and how many blocks they fill.
 
     ::
 
@@ -29,6 +29,18 @@ class Rows:
     cache: LayerCache
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` (exclusive)."""
+        return Rows(
+            self.cache,
+            self.keys.rows(start, stop),
+            self.values.rows(start, stop),
+            self.key_scales and self.key_scales.rows(start, stop),
+            self.value_scales and self.value_scales.rows(start, stop),
+        )
 
     @property
     def count(self) -> int:
@@ -55,7 +67,7 @@ class Rows:
             size = self.cache.pool.block_size
             room = (most_blocks + 1) * size - 1 - self.cache.length % size
             stop = min(self.count, start + room)
-            yield Rows(self.cache, self.keys.rows(start, stop), self.values.rows(start, stop))
+            yield self.part(start, stop)
             start = stop
 
 
@@ -138,15 +150,18 @@ def _launch(
 ) -> None:
     pool = rows.cache.pool
     units = pool.slots.units(device_slots).T
+    some = rows.part(*part)
     device.append(
         stream,
         AppendWork(
-            keys=rows.keys.rows(*part),
-            values=rows.values.rows(*part),
+            keys=some.keys,
+            values=some.values,
             first_offset=first_offset,
             units=pool.units,
             device_slots=np.where(device_slots[:, None] < 0, np.int32(-1), units),
             blocks=pool.blocks,
             host_slots=host_slots,
+            key_scales=some.key_scales,
+            value_scales=some.value_scales,
         ),
     )

@@ -8,9 +8,10 @@ import numpy as np
 
 from hsswap.appending import Rows
 from hsswap.attending import Query
-from hsswap.config import BF16_BYTES
+from hsswap.dims import BF16_BYTES
 from hsswap.driver.base import Stream
 from hsswap.driver.tensor import Tensor, contiguous_strides, tensor_of
+from hsswap.e4m3 import E4M3Rows
 from hsswap.errors import ArgumentError
 from hsswap.exact import LayerCache
 from hsswap.pools import GroupPool
@@ -21,14 +22,29 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     """Rows for the end of a layer. Raises ArgumentError for wrong arrays."""
     group = cache.pool.group
     count = leading(keys, "keys")
-    rows = Rows(
-        cache,
-        tensor_of(keys, group.dtype, (count, group.kv_heads, group.head_dim), "keys"),
-        tensor_of(values, group.dtype, (count, group.kv_heads, group.value_dim), "values"),
-    )
-    cache.pool.check_reachable(rows.keys, "keys")
-    cache.pool.check_reachable(rows.values, "values")
-    return rows
+    shape, dims = (count, group.kv_heads), (group.head_dim, group.value_dim)
+    if isinstance(keys, E4M3Rows) and isinstance(values, E4M3Rows):
+        if not group.is_e4m3:
+            raise ArgumentError(
+                f"keys and values are E4M3 and layer {cache.layer} is kept as {group.kv_dtype}; "
+                "give LayerGroup(kv_dtype='e4m3'), or keys and values of that type"
+            )
+        found = {
+            "keys": tensor_of(keys.codes, "e4m3", (*shape, dims[0]), "keys"),
+            "values": tensor_of(values.codes, "e4m3", (*shape, dims[1]), "values"),
+            "key_scales": tensor_of(keys.scales, "f32", shape, "the scales of keys"),
+            "value_scales": tensor_of(values.scales, "f32", shape, "the scales of values"),
+        }
+    elif isinstance(keys, E4M3Rows) or isinstance(values, E4M3Rows):
+        raise ArgumentError("one of keys and values is E4M3Rows and the other is not; give both so")
+    else:
+        found = {
+            "keys": tensor_of(keys, group.dtype, (*shape, dims[0]), "keys"),
+            "values": tensor_of(values, group.dtype, (*shape, dims[1]), "values"),
+        }
+    for what, tensor in found.items():
+        cache.pool.check_reachable(tensor, what)
+    return Rows(cache, **found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.appending import Rows
 from hsswap.codec import HeadCodec
-from hsswap.config import DISK_ALIGNMENT, LayerGroup, PredictorConfig
+from hsswap.config import LayerGroup, ModelDims, PredictorConfig
 from hsswap.driver.base import Buffer, Event, Stream
-from hsswap.driver.host_ops import block_views
+from hsswap.driver.host_ops import block_views, wide_keys
 from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import DeviceError
-from hsswap.halves import widen
 from hsswap.loop import in_thread
 from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
@@ -64,18 +64,25 @@ class _Copy:
     into: _Shown
     positions: NDArray[np.int64]
     buffer: Buffer
-    memory: Tensor
-    group: LayerGroup
+    blocks: BlockPool
     event: Event | None = None
 
     def take(self) -> None:
         """The copy has run: keep its rows."""
-        count, heads, dim = len(self.positions), self.group.kv_heads, self.group.head_dim
-        units = self.memory.array()[:, : heads * 4 * ROWS * dim].view(np.uint16)
-        keys = units.reshape(-1, heads, 2, ROWS, dim)[:, :, 0]  # K of each unit; V is the same
-        rows = keys.transpose(0, 2, 1, 3).reshape(-1, heads, dim)[:count]
-        self.into.rows.append(widen(rows, self.group.dtype))
+        group = self.blocks.group
+        keys = wide_keys(group, block_views(self.blocks), slice(None)).swapaxes(1, 2)
+        rows = keys.reshape(-1, group.kv_heads, group.head_dim)[: len(self.positions)]
+        self.into.rows.append(rows)
         self.into.positions.append(self.positions)
+
+
+def _every(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
+    """Rows at places that are equally far apart."""
+    first, step = int(places[0]), int(places[1] - places[0]) if len(places) > 1 else 1
+    address = rows.address + first * rows.strides[0]
+    strides = (step * rows.strides[0], *rows.strides[1:])
+    shape = (len(places), *rows.shape[1:])
+    return Tensor(address, shape, strides, rows.dtype, rows.on_device, rows)
 
 
 class Calibration:
@@ -107,8 +114,8 @@ class Calibration:
         if kept:
             predictor.install(predictor.prepare(kept))
 
-    def keys(self, sequence: int, layer: int, first: int, keys: Tensor, stream: Stream) -> None:
-        """A sequence is appending rows ``[n, H, dk]`` from position ``first`` on."""
+    def keys(self, sequence: int, first: int, rows: Rows, stream: Stream) -> None:
+        """A sequence is appending rows from position ``first`` on."""
         if self._predictor.ready or self._task is not None:
             return
         if self._watched is None:
@@ -117,8 +124,12 @@ class Calibration:
             self._keys = [_Shown() for _ in range(layers)]
             self._queries = [_Shown() for _ in range(layers)]
         if self._watched == sequence:
-            start = min(max(0, SINK_TOKENS - first), keys.shape[0])
-            self._copy(self._keys[layer], first, keys, start, 1, CALIBRATION_TOKENS, stream)
+            start = min(max(0, SINK_TOKENS - first), rows.count)
+            places = np.arange(start, rows.count)
+            into, scales = self._keys[rows.cache.layer], rows.key_scales
+            self._copy(
+                into, first, rows.keys, scales, places[: CALIBRATION_TOKENS - into.count], stream
+            )
 
     def queries(
         self, sequence: int, layer: int, first: int, queries: Tensor, stream: Stream
@@ -127,8 +138,9 @@ class Calibration:
         if self._predictor.ready or self._task is not None or self._watched != sequence:
             return
         start = min(max(0, SINK_TOKENS - first, -first % QUERY_STEP), queries.shape[0])
-        most = CALIBRATION_TOKENS // QUERY_STEP
-        self._copy(self._queries[layer], first, queries, start, QUERY_STEP, most, stream)
+        most, into = CALIBRATION_TOKENS // QUERY_STEP, self._queries[layer]
+        places = np.arange(start, queries.shape[0], QUERY_STEP)[: most - into.count]
+        self._copy(into, first, queries, None, places, stream)
 
     def ended(self, sequence: int) -> None:
         """A sequence is closed. Under the lock."""
@@ -173,8 +185,9 @@ class Calibration:
         for start in range(0, len(indices), step):
             loaded = await swap.prefetcher.load(Blocks(pool, layer, indices[start : start + step]))
             try:
-                keys = block_views(pool.blocks)[0][loaded.slots].swapaxes(1, 2)
-                rows = widen(keys.reshape(-1, *keys.shape[2:]), pool.group.dtype)
+                views = block_views(pool.blocks)
+                keys = wide_keys(pool.group, views, loaded.slots).swapaxes(1, 2)
+                rows = keys.reshape(-1, *keys.shape[2:])
             finally:
                 swap.release_now(pool, loaded.slots)
             first = shown.count
@@ -200,41 +213,34 @@ class Calibration:
         into: _Shown,
         first: int,
         rows: Tensor,
-        start: int,
-        step: int,
-        most: int,
+        scales: Tensor | None,
+        places: NDArray[np.int64],
         stream: Stream,
     ) -> None:
-        """Copy every ``step``-th row from ``start`` on, up to ``most`` of them in all."""
-        places = np.arange(start, rows.shape[0], step)[: most - into.count]
+        """Copy rows ``places``, which are equally far apart; ``scales`` with rows of E4M3."""
         if not len(places):
             return
+        some, own = _every(rows, places), None if scales is None else _every(scales, places)
         _, heads, dim = rows.shape
-        shape = (len(places), heads, dim)
-        strides = (step * rows.strides[0], *rows.strides[1:])
-        address = rows.address + start * rows.strides[0]
-        some = Tensor(address, shape, strides, rows.dtype, rows.on_device, rows)
-        group = LayerGroup(1, heads, heads, dim, dtype=rows.dtype)
-        blocks = -(-len(places) // ROWS)
-        block_bytes = -(-heads * 4 * ROWS * dim // DISK_ALIGNMENT) * DISK_ALIGNMENT
-        buffer = self._swap.device.allocate_host(blocks * block_bytes)
-        copy = _Copy(
-            into,
-            first + places,
-            buffer,
-            tensor_in(buffer, "u8", (blocks, block_bytes)),
-            group,
-        )
+        dtype, kv_dtype = ("bf16", "e4m3") if scales is not None else (rows.dtype, "")
+        group = LayerGroup(1, heads, heads, dim, dtype=dtype, kv_dtype=kv_dtype)
+        dims, count = ModelDims((group,), ROWS), -(-len(places) // ROWS)
+        buffer = self._swap.device.allocate_host(count * dims.block_bytes(group))
+        memory = tensor_in(buffer, "u8", (count, dims.block_bytes(group)))
+        blocks = BlockPool(memory, group, ROWS)
+        copy = _Copy(into, first + places, buffer, blocks)
         # Rows go into units of a pool of their own, as K and, for want of another operation, as V.
-        unit = tensor_in(buffer, "u8", (1, 4 * ROWS * dim))
+        unit = tensor_in(buffer, "u8", (1, dims.unit_bytes(group)))
         work = AppendWork(
             keys=some,
             values=some,
             first_offset=0,
             units=UnitPool(unit, group, ROWS),
-            device_slots=np.full((blocks, heads), -1, np.int32),
-            blocks=BlockPool(copy.memory, group, ROWS),
-            host_slots=np.arange(blocks, dtype=np.int32),
+            device_slots=np.full((count, heads), -1, np.int32),
+            blocks=blocks,
+            host_slots=np.arange(count, dtype=np.int32),
+            key_scales=own,
+            value_scales=own,
         )
         try:
             self._swap.device.append(stream, work)

@@ -76,7 +76,7 @@ class CapturedSteps:
             rows = checked_rows(captured.cache, keys, values)
             self._check_rows(rows.count)
             raw_stream = self._swap.stream_of(stream)
-            captured.append(raw_stream, self.length, rows.keys, rows.values)
+            captured.append(raw_stream, self.length, rows)
 
     def attend(
         self,
@@ -99,9 +99,11 @@ class CapturedSteps:
             pool = captured.cache.pool
             group, count = pool.group, leading(queries, "queries")
             self._check_rows(count)
-            taken = tensor_of(queries, "bf16", (count, group.q_heads, group.head_dim), "queries")
+            taken = tensor_of(
+                queries, group.dtype, (count, group.q_heads, group.head_dim), "queries"
+            )
             shape = (count, group.q_heads, group.value_dim)
-            taken_out = tensor_of(out, "bf16", shape, "out", written=True)
+            taken_out = tensor_of(out, group.dtype, shape, "out", written=True)
             pool.check_reachable(taken, "queries")
             pool.check_reachable(taken_out, "out")
             assert self._state is not None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.appending import Rows
 from hsswap.driver.base import Buffer, Device, Stream
 from hsswap.driver.operations import (
     I32,
@@ -151,19 +152,21 @@ class CapturedLayer:
         memory.add(self._name + "slots", "i32", unit_table(cache, held)[None])
         memory.add(self._name + "copies", "i32", copy_table(held)[None])
 
-    def append(self, stream: Stream, counter: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Rows ``[R, H, dk]`` and ``[R, H, dv]`` at the counter."""
+    def append(self, stream: Stream, counter: Tensor, rows: Rows) -> None:
+        """Rows at the counter."""
         pool = self.cache.pool
         self.device.append_at(
             stream,
             AppendAtWork(
-                keys=keys.as_batch(),
-                values=values.as_batch(),
+                keys=rows.keys.as_batch(),
+                values=rows.values.as_batch(),
                 positions=counter,
                 units=pool.units,
                 slots=self.memory.tensor(self._name + "slots"),
                 blocks=pool.blocks,
                 host_slots=self.memory.tensor(self._name + "copies"),
+                key_scales=rows.key_scales and rows.key_scales.as_batch(),
+                value_scales=rows.value_scales and rows.value_scales.as_batch(),
             ),
         )
 

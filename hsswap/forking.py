@@ -8,10 +8,11 @@ its active slot, under a new id, so that nobody else's bytes change (copy on wri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from hsswap.config import BF16_BYTES
+from hsswap.dims import SCALE_BYTES
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.operations import AppendWork, GatherWork
 from hsswap.driver.tensor import Tensor
@@ -97,27 +98,42 @@ def enqueue_copy(device: Device, stream: Stream, source: LayerCache, target: Lay
     if not tail:
         return
     target.device_slot[full] = target.active
-    keys, values = _active_rows(source, tail)
     units = target.pool.slots.units(np.array([target.active], np.int32)).T
     none = np.full(1, -1, np.int32)
     pool = target.pool
-    device.append(stream, AppendWork(keys, values, 0, pool.units, units, pool.blocks, none))
+    device.append(
+        stream,
+        AppendWork(
+            **_active_rows(source, tail),
+            first_offset=0,
+            units=pool.units,
+            device_slots=units,
+            blocks=pool.blocks,
+            host_slots=none,
+        ),
+    )
 
 
-def _active_rows(cache: LayerCache, rows: int) -> tuple[Tensor, Tensor]:
-    """The first rows of the active block where they lie: ``[rows, H, dk]`` and ``[rows, H, dv]``.
+def _active_rows(cache: LayerCache, rows: int) -> dict[str, Tensor]:
+    """The first rows of the active block where they lie, as :class:`AppendWork` takes them.
 
     A block slot's units adjoin, so a head is one unit further.
     """
     pool = cache.pool
-    group, memory = pool.group, pool.units.memory
+    group, memory, size = pool.group, pool.units.memory, pool.block_size
     heads, unit_bytes = group.kv_heads, pool.units.unit_bytes
-    start = memory.address + cache.active * heads * unit_bytes
-
-    def part(offset: int, dim: int) -> Tensor:
-        strides = (dim * BF16_BYTES, unit_bytes, BF16_BYTES)
-        address = start + offset
-        return Tensor(address, (rows, heads, dim), strides, group.dtype, memory.on_device, memory)
-
-    keys_bytes = pool.block_size * group.head_dim * BF16_BYTES
-    return part(0, group.head_dim), part(keys_bytes, group.value_dim)
+    parts: dict[str, tuple[str, int, tuple[int, ...]]] = {
+        "keys": (group.kv_dtype, group.item_bytes, (group.head_dim,)),
+        "values": (group.kv_dtype, group.item_bytes, (group.value_dim,)),
+    }
+    if group.is_e4m3:
+        parts["key_scales"] = parts["value_scales"] = ("f32", SCALE_BYTES, ())
+    found: dict[str, Tensor] = {}
+    at = memory.address + cache.active * heads * unit_bytes
+    for name, (dtype, item_bytes, dims) in parts.items():
+        row_bytes = item_bytes * prod(dims)
+        strides = (row_bytes, unit_bytes, *(item_bytes for _ in dims))
+        shape = (rows, heads, *dims)
+        found[name] = Tensor(at, shape, strides, dtype, memory.on_device, memory)
+        at += size * row_bytes
+    return found

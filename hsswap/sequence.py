@@ -48,8 +48,10 @@ class Sequence(LookingAhead):
         """Add rows at the end of a layer; returns when the copy is enqueued.
 
         ``keys`` ``[rows, kv_heads, head_dim]`` and ``values`` ``[rows, kv_heads, value_dim]``,
-        BF16 codes, any strides; they must stay unchanged until work enqueued later on the same
-        stream is done (await an attend's ``done()``). Blocks that became full go to disk behind.
+        BF16 codes (or what the layer group's dtype is), any strides; they must stay unchanged until
+        work enqueued later on the same stream is done (await an attend's ``done()``). Where a group
+        keeps E4M3 they are rounded, or both are :class:`~hsswap.E4M3Rows`. Blocks that became full
+        go to disk behind.
 
         Raises ArgumentError for wrong arrays, OutOfBlocks when the store is full: nothing was
         changed then. Raises OutOfSlots, or the error of a failed write, when no host slot can
@@ -205,7 +207,7 @@ class Sequence(LookingAhead):
                     enqueue_codes(swap, stream, filled, slots)
                     if swap.calibration is not None:
                         first = cache.length - rows.count
-                        swap.calibration.keys(self.number, cache.layer, first, rows.keys, stream)
+                        swap.calibration.keys(self.number, first, rows, stream)
         except BaseException as error:  # some launches may be under way, others never will be
             self._broken = error
             if len(slots):

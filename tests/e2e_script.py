@@ -18,7 +18,12 @@ from hsswap.driver.tensor import Tensor, tensor_in
 from tests.swap_cases import Case, random_case
 
 DIMS = ModelDims(
-    (LayerGroup(2, 6, 2, 16), LayerGroup(1, 4, 2, 24, 40), LayerGroup(1, 3, 1, 8, window=300)), 16
+    (
+        LayerGroup(2, 6, 2, 16),
+        LayerGroup(1, 4, 2, 24, 40, kv_dtype="e4m3"),
+        LayerGroup(1, 3, 1, 8, window=300),
+    ),
+    16,
 )
 BRANCHES = 6
 MOST_TOKENS = 1400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Chunks
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from hsswap.config import PredictorConfig
 from hsswap.driver.base import Device
 from hsswap.io.base import BlockIO
 from hsswap.io.memory import MemoryIO
+from tests import e4m3_oracle
 from tests.driver import oracle
 
 U16 = NDArray[np.uint16]
@@ -22,7 +24,7 @@ SMALL = ModelDims.uniform(layers=3, q_heads=6, kv_heads=2, head_dim=16)
 MIXED = ModelDims(
     (
         LayerGroup(2, 6, 2, 24, 40),
-        LayerGroup(1, 4, 4, 8, window=300),
+        LayerGroup(1, 4, 4, 8, window=300, kv_dtype="e4m3"),
         LayerGroup(2, 5, 1, 64, soft_cap=20.0),
     ),
     block_size=32,
@@ -127,6 +129,13 @@ async def run(
         return outputs
 
 
+def kept(group: LayerGroup, rows: NDArray[Any]) -> NDArray[Any]:
+    """What a cache keeps of rows of K or V."""
+    if group.kv_dtype != "e4m3":
+        return rows
+    return e4m3_oracle.numbers(*e4m3_oracle.quantised(oracle.decode(rows)))
+
+
 def check_against_oracle(case: Case, outputs: list[U16], rows: Chunks[int]) -> None:
     """Promise 1 for some rows of every layer."""
     for layer, out in enumerate(outputs):
@@ -135,8 +144,8 @@ def check_against_oracle(case: Case, outputs: list[U16], rows: Chunks[int]) -> N
         for row in rows:
             wanted = oracle.attend(
                 case.queries[layer][row : row + 1],
-                case.keys[layer],
-                case.values[layer],
+                kept(group, case.keys[layer]),
+                kept(group, case.values[layer]),
                 row + 1,
                 heads,
             )

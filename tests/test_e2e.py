@@ -20,6 +20,7 @@ from hsswap.io.base import BlockIO
 from hsswap.io.memory import MemoryIO
 from tests.driver import oracle
 from tests.e2e_script import DIMS, TOP_K, Desk, Script, make_case, resident, tight
+from tests.swap_cases import kept
 from tests.swap_watch import Linked, watched
 
 CASE = make_case()
@@ -126,8 +127,8 @@ async def test_exact_answers_are_within_promise_1(name: str, tmp_path: Path) -> 
                         at = stop - asked + row
                         right = oracle.attend(
                             CASE.queries[layer][at : at + 1],
-                            CASE.keys[layer],
-                            CASE.values[layer],
+                            kept(group, CASE.keys[layer]),
+                            kept(group, CASE.values[layer]),
                             at + 1,
                             heads,
                         )

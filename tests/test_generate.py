@@ -39,6 +39,8 @@ JSON_KEYS = [
     "read_overlap",
     "left_out_mass",
     "path",
+    "kv_dtype",
+    "kv_rounding",
     "mode",
     "k",
     "model",
@@ -78,6 +80,25 @@ def test_the_tokens_are_those_of_the_plain_model(tiny: TinyRun, tmp_path: Path) 
         assert ours == token
         token = model.decode(token, position, plain)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("mode", ["exact", "topk"])
+def test_a_cache_of_e4m3_is_verified_over_what_is_kept(
+    tiny: TinyRun, tmp_path: Path, mode: str
+) -> None:
+    more = ("--tokens", "20", "--mode", mode, "--verify", "--dir", str(tmp_path / "store"))
+    report, failures = tiny.run("--kv-dtype", "e4m3", *more)
+    plain, _ = tiny.run(*more)
+    assert failures == []
+    assert report.verified is not None
+    assert report.verified.failures == 0
+    assert 0.02 < report.verified.rounding < 0.03
+    assert "kept as e4m3" in report.as_table()
+    assert report.as_json()["kv_dtype"] == "e4m3"
+    # 16 dims and a scale of 4 bytes, or 16 dims of two bytes.
+    assert report.kv_bytes / plain.kv_bytes == 20 / 32
+    assert report.as_json()["kv_rounding"] == report.verified.rounding
+    assert plain.as_json()["kv_rounding"] == 0.0
 
 
 def test_it_reads_what_exact_mode_must_read(tiny: TinyRun, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def odd_case(seed: int) -> tuple[Case, list[int]]:
     for _ in range(pick(1, 1, 2, 3)):
         kv_heads = pick(1, 1, 2, 3, 5)
         window = pick(0, 0, 1, 7, 255, 256, 257, 400)
+        kv_dtype = ("", "", "e4m3")[pick(0, 1, 2)]
         groups.append(
             LayerGroup(
                 layers=pick(1, 2),
@@ -43,7 +44,8 @@ def odd_case(seed: int) -> tuple[Case, list[int]]:
                 window=window or None,
                 soft_cap=(None, 15.0)[pick(0, 0, 1)],
                 scale=(None, 0.05)[pick(0, 0, 1)],
-                aux_bytes=pick(0, 0, 2, 64, 4094),
+                aux_bytes=pick(0, 0, 8 if kv_dtype else 2, 64, 4096 if kv_dtype else 4094),
+                kv_dtype=kv_dtype,
             )
         )
     dims = ModelDims(tuple(groups), BLOCK_SIZES[seed % len(BLOCK_SIZES)])

@@ -17,11 +17,11 @@ from hsswap.commands.verify import (
     VerifySummary,
     allowed_tokens,
     relative_error,
-    round_to_bf16,
-    widen,
 )
+from hsswap.commands.verify_formats import kept_rows, round_to_bf16, widen
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.errors import ArgumentError
+from tests import e4m3_oracle
 
 U16 = NDArray[np.uint16]
 F64 = NDArray[np.float64]
@@ -241,3 +241,16 @@ def test_minus_one_is_no_block() -> None:
     wanted = np.zeros((2, 14), np.bool_)
     wanted[0, 4:8] = wanted[1, 0:4] = wanted[1, 8:12] = wanted[:, 12:] = True
     assert (allowed == wanted).all()
+
+
+def test_rows_of_e4m3_are_those_that_a_cache_keeps() -> None:
+    """By the format's definition, for rows of any size, zeros among them."""
+    group = LayerGroup(1, 1, 1, 16, kv_dtype="e4m3")
+    random = np.random.default_rng(4)
+    rows = random.standard_normal((500, 1, 16)) * 2.0 ** random.integers(-100, 100, (500, 1, 1))
+    rows[::7, :, 3:9] = 0
+    rows[3] = 0
+    given = to_float32(from_float32(rows.astype(np.float32)))
+    wanted = e4m3_oracle.numbers(*e4m3_oracle.quantised(given.astype(np.float64)))
+    assert (kept_rows(group, given) == wanted).all()
+    assert kept_rows(replace(group, kv_dtype="bf16"), given) is given

@@ -68,8 +68,10 @@ def dims_of(
     config: LlamaConfig,
     block_size: int = 16,
     rope_factors: NDArray[np.float32] | None = None,
+    kv_dtype: str = "",
 ) -> ModelDims:
-    """The KV cache of a Llama, whose weights may have ``rope_factors`` ``[rope_dims / 2]``.
+    """The KV cache of a Llama, whose weights may have ``rope_factors`` ``[rope_dims / 2]``, kept as
+    ``kv_dtype`` (by default BF16).
 
     Raises ConfigError for a head_dim that cannot be swapped.
     """
@@ -84,6 +86,7 @@ def dims_of(
         head_dim=config.head_dim,
         block_size=block_size,
         rope=rope,
+        kv_dtype=kv_dtype,
     )
 
 

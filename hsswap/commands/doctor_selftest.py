@@ -19,7 +19,11 @@ from hsswap.errors import HsswapError
 from hsswap.io.store import BlockStore
 from hsswap.sync import blocking
 
-DIMS = ModelDims.uniform(layers=1, q_heads=6, kv_heads=2, head_dim=64)
+KINDS = tuple(
+    ModelDims.uniform(layers=1, q_heads=6, kv_heads=2, head_dim=64, kv_dtype=kv_dtype)
+    for kv_dtype in ("bf16", "e4m3")
+)
+DIMS = KINDS[0]
 TOKENS = 700  # two spans and a part of a third, the last block ragged
 NEIGHBOURS = 5
 STORE_BLOCKS = 32
@@ -34,26 +38,31 @@ def attention() -> Iterator[Check]:
 
     keys, values = draw(TOKENS, 2, 64), draw(TOKENS, 2, 64)
     queries = draw(TOKENS, 6, 64)
-    config = SwapConfig(
-        DIMS, TOKENS, device_slots=128, host_slots=128, io="memory", tile_tokens=SPAN_TOKENS
-    )
-    verifier = AttentionVerifier(DIMS)
-    with blocking(config) as swap, swap.sequence() as sequence:
-        sequence.append(0, keys, values)
-        results = []
-        for rows in (TOKENS, NEIGHBOURS, 1):
-            out = np.empty((rows, 6, 64), np.uint16)
-            sequence.attend(0, queries[-rows:], out).synchronize()
-            results.append(out)
-    verifier.record(0, queries, keys, values, results[0])
-    errors = verifier.check()[0]
-    if not errors.ok:
-        yield _broken("attention", str(errors.failure()))
-    elif any((out[-1] != results[0][-1]).any() for out in results):
-        yield _broken("attention", "a row's result depends on the rows beside it (BLAS)")
-    else:
-        text = f"error {errors.ours:.1e} of at most {errors.bound:.1e}; rows are independent"
-        yield Check("attention", OK, f"{text} (host device)", required=True)
+    texts = []
+    for dims in KINDS:
+        config = SwapConfig(
+            dims, TOKENS, device_slots=128, host_slots=128, io="memory", tile_tokens=SPAN_TOKENS
+        )
+        verifier = AttentionVerifier(dims)
+        with blocking(config) as swap, swap.sequence() as sequence:
+            sequence.append(0, keys, values)
+            results = []
+            for rows in (TOKENS, NEIGHBOURS, 1):
+                out = np.empty((rows, 6, 64), np.uint16)
+                sequence.attend(0, queries[-rows:], out).synchronize()
+                results.append(out)
+        verifier.record(0, queries, keys, values, results[0])
+        errors = verifier.check()[0]
+        kind = dims.groups[0].kv_dtype
+        if not errors.ok:
+            yield _broken("attention", f"{kind}: {errors.failure()}")
+            return
+        if any((out[-1] != results[0][-1]).any() for out in results):
+            yield _broken("attention", f"{kind}: a row's result depends on those beside it (BLAS)")
+            return
+        texts.append(f"{kind} error {errors.ours:.1e} of at most {errors.bound:.1e}")
+    text = f"{', '.join(texts)}; rows are independent (host device)"
+    yield Check("attention", OK, text, required=True)
 
 
 def store(directory: Path) -> Iterator[Check]:

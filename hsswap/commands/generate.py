@@ -86,7 +86,7 @@ class Job:
             )
         plan = make_plan(
             options,
-            dims_of(config, rope_factors=read_rope_factors(file)),
+            dims_of(config, rope_factors=read_rope_factors(file), kv_dtype=options.kv_dtype),
             tokens,
             capacity_tokens=config.context_tokens if options.persist else None,
             fingerprint=file_hash(file.path) if options.persist else "",

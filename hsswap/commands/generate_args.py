@@ -11,6 +11,7 @@ from pathlib import Path
 from hsswap.errors import ArgumentError
 
 MODES = ("exact", "topk")
+KV_DTYPES = ("bf16", "e4m3")
 DRAFTERS = ("ngram", "early-exit")
 STDIN = Path("-")
 
@@ -37,6 +38,10 @@ IO_HELP = (
     "reads files by threads, uring by io_uring, both with direct I/O where the file system has it; "
     "gds reads them straight into a GPU or fails, gds-compat through host memory if need be; "
     "memory is RAM, for tests"
+)
+KV_DTYPE_HELP = (
+    "what keys and values are kept as (bf16): e4m3 is FP8 with a scale for each row of a head, in "
+    "half of the bytes. --verify reports what it rounds away, and compares over what is kept"
 )
 PERSIST_HELP = (
     "keep the cache of the prompt and its continuation in --dir, and begin with what is there: the "
@@ -83,6 +88,7 @@ class GenerateOptions:
     draft: int
     rounds: int
     look_ahead: bool
+    kv_dtype: str
     io: str
     verify: bool
     plot: Path | None
@@ -112,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", type=_device, default="host", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)
+    add("--kv-dtype", choices=KV_DTYPES, default="bf16", help=KV_DTYPE_HELP)
     add("--io", choices=BackendNames(), metavar="NAME", default="auto", help=IO_HELP)
     add("--verify", action="store_true", help=VERIFY_HELP)
     add("--plot", type=Path, metavar="F.png", help="draw where each token's blocks came from")

@@ -9,7 +9,6 @@ from hsswap.commands.decoding import Run, Speculated, must_read_blocks
 from hsswap.commands.planning import Plan
 from hsswap.commands.verify import VerifySummary
 from hsswap.commands.words import size
-from hsswap.config import BF16_BYTES
 from hsswap.metrics import SwapStatistics
 
 
@@ -29,9 +28,14 @@ class Report:
     def kv_bytes(self) -> int:
         """Bytes of K and V of the whole context."""
         return self.run.context_tokens * sum(
-            group.layers * group.kv_heads * (group.head_dim + group.value_dim) * BF16_BYTES
+            group.layers * group.kv_heads * group.token_bytes
             for group in self.plan.config.dims.groups
         )
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are kept as."""
+        return self.plan.config.dims.groups[0].kv_dtype
 
     @property
     def device_slot_bytes(self) -> int:
@@ -81,6 +85,8 @@ class Report:
             "read_overlap": statistics.read_overlap if statistics.bytes_read else None,
             "left_out_mass": run.left_out_mean,
             "path": statistics.path,
+            "kv_dtype": self.kv_dtype,
+            "kv_rounding": None if self.verified is None else self.verified.rounding,
             "mode": "exact" if self.plan.top_k is None else "topk",
             "k": None if self.plan.top_k is None else self.plan.top_k.k,
             "model": self.model_name,
@@ -110,7 +116,7 @@ class Report:
             ("model", self.model_name),
             ("context", f"{run.prompt_tokens} prompt tokens, {len(run.tokens)} generated"),
             ("mode", mode + ("" if config.look_ahead else ", look-ahead off")),
-            ("KV cache", size(self.kv_bytes)),
+            ("KV cache", f"{size(self.kv_bytes)}, {self.kv_dtype}"),
             (
                 "slots",
                 f"{size(slot_bytes)} ({config.device_slots} device, {config.host_slots} host): "
@@ -200,6 +206,13 @@ class Report:
                 f"{verified.rows} rows of all layers",
             ),
         ]
+        if verified.rounding:
+            rows.append(
+                (
+                    f"kept as {self.kv_dtype}",
+                    f"off by {verified.rounding:.2e} of K and V: the price of half of the bytes",
+                )
+            )
         if verified.max_against_dense is not None:
             rows.append(
                 (

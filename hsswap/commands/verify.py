@@ -1,7 +1,8 @@
 """Proof of every attention output, by code of its own: float64, from K and V kept here.
 
 Nothing of this file is shared with a device or with the swap, beyond the dims: not the blocks, not
-the order of the sums, not the BF16 converters. For each call there are three results:
+the order of the sums, not the converters of formats. K and V are kept rounded as the swap rounds
+them, and that rounding is reported beside. For each call there are three results:
 
 * ``oracle``: dense attention in float64 over exactly the tokens that each row may see;
 * ``reference``: what promise 1 compares with: float32 logits and softmax, P rounded to BF16, PV in
@@ -26,11 +27,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.commands.verify_formats import F32, U16, kept_rows, round_to_bf16, widen
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.errors import ArgumentError, VerifyError
 
-U16 = NDArray[np.uint16]
-F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -96,6 +96,18 @@ class VerifySummary:
     bound_at_max: float = PROMISE_FACTOR * ERROR_FLOOR
     max_reference: float = 0.0
     max_against_dense: float | None = None
+    kept_squares: float = 0.0
+    rounded_squares: float = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """Relative L2 error of all K and V as they are kept."""
+        return (self.rounded_squares / self.kept_squares) ** 0.5 if self.kept_squares else 0.0
+
+    def add_rows(self, rows: F32, kept: F32) -> None:
+        """Count rows of K or V."""
+        self.kept_squares += float(np.square(rows, dtype=np.float64).sum())
+        self.rounded_squares += float(np.square(rows - kept, dtype=np.float64).sum())
 
     def add(self, errors: CallErrors) -> None:
         """Count one call."""
@@ -190,7 +202,10 @@ class AttentionVerifier:
 
     def _check(self, call: _Call) -> CallErrors:
         cache = self._caches[call.layer]
-        cache.append(call.keys, call.values)
+        keys, values = kept_rows(cache.group, call.keys), kept_rows(cache.group, call.values)
+        self.summary.add_rows(call.keys, keys)
+        self.summary.add_rows(call.values, values)
+        cache.append(keys, values)
         group, length, rows = cache.group, cache.length, len(call.queries)
         allowed = None
         if call.chosen is not None:
@@ -367,21 +382,6 @@ def relative_error(ours: NDArray[np.floating], oracle: F64) -> float:
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf" if difference > 0.0 else "nan")
     return difference / size
-
-
-def widen(codes: U16) -> F32:
-    """BF16 codes as the float32 they stand for."""
-    return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def round_to_bf16(values: F32) -> F32:
-    """The nearest BF16 numbers, ties to even, as float32. For finite values."""
-    bits = values.view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    odd += bits
-    odd += np.uint32(0x7FFF)
-    odd &= np.uint32(0xFFFF0000)
-    return odd.view(np.float32)
 
 
 def _row_errors(ours: F32, oracle: F64) -> F64:

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.config import BF16_BYTES, MAX_BLOCK_SIZE
+from hsswap.dims import MAX_BLOCK_SIZE
 from hsswap.driver.codes_operations import Attended, LayerCodes, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
+    AppendAtWork,
+    AppendWork,
     AttentionState,
     BlockPool,
     FinalizeWork,
@@ -162,12 +164,42 @@ def check_pool(pool: UnitPool | BlockPool, what: str) -> int:
     shape = memory.shape
     if len(shape) != 2 or shape[1] != nbytes:
         raise ArgumentError(f"{what}.memory has shape {shape}; [slots, {nbytes}] is needed")
-    if memory.strides != (nbytes, 1) or memory.address % 2:
-        raise ArgumentError(f"{what}.memory must be contiguous, at an even address")
+    whole = 8 if pool.group.is_e4m3 else 2
+    if memory.strides != (nbytes, 1) or memory.address % whole:
+        raise ArgumentError(f"{what}.memory must be contiguous, at a multiple of {whole} bytes")
     owner = memory.owner
     if isinstance(owner, np.ndarray) and not owner.flags.writeable:
         raise ArgumentError(f"{what}.memory is a read-only array; it is written to")
     return shape[0]
+
+
+def check_rows(work: AppendWork | AppendAtWork, shape: tuple[int, ...]) -> None:
+    """Check rows of K and V, ``shape`` without their dims: of the group's dtype, or E4M3 with
+    scales where units are.
+    """
+    group = work.units.group
+    # Both are as the keys are.
+    is_e4m3 = group.is_e4m3 and isinstance(work.keys, Tensor) and work.keys.dtype == "e4m3"
+    dtype = "e4m3" if is_e4m3 else group.dtype
+    check_tensor(work.keys, dtype, (*shape, group.head_dim), "keys")
+    check_tensor(work.values, dtype, (*shape, group.value_dim), "values")
+    check_scales(work, shape, is_e4m3, "")
+
+
+def check_scales(
+    given: AppendWork | AppendAtWork | PagePool, shape: tuple[int, ...], needed: bool, of: str
+) -> None:
+    """Check that scales are there if, and only if, they are needed."""
+    for what, scales in (
+        (f"{of}key_scales", given.key_scales),
+        (f"{of}value_scales", given.value_scales),
+    ):
+        if needed and scales is None:
+            raise ArgumentError(f"{what} is None; E4M3 comes with its scales, float32 {shape}")
+        if not needed and scales is not None:
+            raise ArgumentError(f"{what} is given; scales go with E4M3 keys and values alone")
+        if scales is not None:
+            check_tensor(scales, "f32", shape, what)
 
 
 def check_pages(pool: PagePool) -> int:
@@ -175,14 +207,15 @@ def check_pages(pool: PagePool) -> int:
     group = pool.group
     pages, size = shape_of_rank(pool.keys, 4, "units.keys")[:2]
     shape = (pages, size, group.kv_heads)
-    check_tensor(pool.keys, group.dtype, (*shape, group.head_dim), "units.keys")
-    check_tensor(pool.values, group.dtype, (*shape, group.value_dim), "units.values")
+    check_tensor(pool.keys, group.kv_dtype, (*shape, group.head_dim), "units.keys")
+    check_tensor(pool.values, group.kv_dtype, (*shape, group.value_dim), "units.values")
+    check_scales(pool, shape, group.is_e4m3, "units.")
     require(
         1 <= size <= MAX_BLOCK_SIZE and size & (size - 1) == 0,
         f"pages have {size} tokens; a power of two from 1 to {MAX_BLOCK_SIZE} is needed",
     )
     require(
-        pool.keys.strides[3] == pool.values.strides[3] == BF16_BYTES,
+        pool.keys.strides[3] == pool.values.strides[3] == group.item_bytes,
         "units.keys and units.values must be contiguous along the dims",
     )
     return pages

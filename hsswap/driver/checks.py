@@ -16,6 +16,7 @@ from hsswap.config import SPAN_TOKENS
 from hsswap.driver.check_parts import (
     check_pages,
     check_pool,
+    check_rows,
     check_tensor,
     checked_indices,
     held_counters,
@@ -55,8 +56,7 @@ def append(work: AppendWork) -> AppendWork:
     group, size = work.units.group, work.units.block_size
     units, blocks = check_pool(work.units, "units"), check_pool(work.blocks, "blocks")
     rows = shape_of_rank(work.keys, 3, "keys")[0]
-    check_tensor(work.keys, group.dtype, (rows, group.kv_heads, group.head_dim), "keys")
-    check_tensor(work.values, group.dtype, (rows, group.kv_heads, group.value_dim), "values")
+    check_rows(work, (rows, group.kv_heads))
     require(work.first_offset >= 0, f"first_offset is {work.first_offset}; 0 and more")
     count = -(-(work.first_offset + rows) // size)
     return replace(
@@ -182,9 +182,7 @@ def append_at(work: AppendAtWork) -> AppendAtWork:
     check_pool(work.units, "units")
     check_pool(work.blocks, "blocks")
     sequences, rows = shape_of_rank(work.keys, 4, "keys")[:2]
-    shape = (sequences, rows, group.kv_heads)
-    check_tensor(work.keys, group.dtype, (*shape, group.head_dim), "keys")
-    check_tensor(work.values, group.dtype, (*shape, group.value_dim), "values")
+    check_rows(work, (sequences, rows, group.kv_heads))
     held_counters(work.positions, sequences, "positions")
     blocks = shape_of_rank(work.slots, 3, "slots")[2]
     held_table(work.slots, (sequences, group.kv_heads, blocks), "slots")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hsswap.driver import (
     checks,
     codes_checks,
+    cuda_append,
     cuda_attention,
     cuda_codes,
     cuda_operations,
@@ -172,11 +173,11 @@ class CudaDevice(Device):
 
     def append(self, stream: Stream, work: AppendWork) -> None:
         """See :class:`AppendWork`."""
-        self._enqueue(stream, "append", checks.append, cuda_operations.append, work)
+        self._enqueue(stream, "append", checks.append, cuda_append.append, work)
 
     def append_at(self, stream: Stream, work: AppendAtWork) -> None:
         """See :class:`AppendAtWork`."""
-        self._enqueue(stream, "append_at", checks.append_at, cuda_operations.append_at, work)
+        self._enqueue(stream, "append_at", checks.append_at, cuda_append.append_at, work)
 
     def gather(self, stream: Stream, work: GatherWork) -> None:
         """See :class:`GatherWork`."""

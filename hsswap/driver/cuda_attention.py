@@ -152,6 +152,7 @@ def wide_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:
         chip.compute_capability == (9, 0)
         and (group.head_dim, group.value_dim) == (128, 128)
         and (block_size, group.aux_bytes, group.window) == (16, 0, None)
+        and not group.is_e4m3
     )
 
 
@@ -199,6 +200,8 @@ def _tile_bytes(group: LayerGroup) -> tuple[int, int]:
     """Shared memory of attend_tile with K and V of a leaf apart, and in one place."""
     key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
     fixed = TILE_PAIRS * key_row + 2 * LEAF_TOKENS * 12
+    if group.is_e4m3:
+        fixed += 4 * (4 * LEAF_TOKENS + TILE_PAIRS)
     return (
         fixed + LEAF_TOKENS * (key_row + value_row),
         fixed + LEAF_TOKENS * max(key_row, value_row),

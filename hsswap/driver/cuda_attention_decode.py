@@ -121,7 +121,7 @@ def decode_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:
         and group.head_dim in (64, 128)
         and group.value_dim == group.head_dim
         and group.group_size <= 8
-        and block_size == 16
+        and (block_size, group.is_e4m3) == (16, False)
         and not transform_of(group)
     )
 

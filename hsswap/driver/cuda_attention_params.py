@@ -13,7 +13,7 @@ import numpy as np
 
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.driver.base import Stream
-from hsswap.driver.cuda_seam import Launcher, format_constants
+from hsswap.driver.cuda_seam import Launcher, unit_constants
 from hsswap.driver.operations import (
     I32,
     AttendWork,
@@ -31,7 +31,7 @@ WIDE_PAIRS = 128
 RESERVED_BYTES = 1 << 16
 """The first bytes of a stream's workspace are other operations' counters."""
 
-_ATTEND = struct.Struct("<17Q11qQ6q12i2f")
+_ATTEND = struct.Struct("<17Q11qQ6q12i2f2Q6q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,7 @@ def attend_params(
         *lengths[1:],
         group.logit_scale,
         group.soft_cap or 1.0,
+        *_page_scales(work.units),
     )
 
 
@@ -188,7 +189,7 @@ def dim_constants(group: LayerGroup, block_size: int) -> dict[str, int | str]:
         "GROUP": group.group_size,
         "KV_HEADS": group.kv_heads,
         "BLOCK": block_size,
-        **format_constants(group.dtype),
+        **unit_constants(group),
     }
 
 
@@ -232,12 +233,23 @@ def _pages(units: UnitPool | PagePool) -> tuple[int, ...]:
     return (units.values.address, *(stride for three in strides for stride in three))
 
 
+def _page_scales(units: UnitPool | PagePool) -> tuple[int, ...]:
+    """The same of the scales of an engine's pages: both addresses, and the strides."""
+    if not isinstance(units, PagePool) or units.key_scales is None or units.value_scales is None:
+        return (0,) * 8
+    both = (units.key_scales, units.value_scales)
+    strides = ((t.strides[0], t.strides[2], t.strides[1]) for t in both)
+    return (*(t.address for t in both), *(stride for three in strides for stride in three))
+
+
 def is_wide(work: AttendWork) -> bool:
-    """Whether every unit, or every row of an engine's pages, lies on 16 bytes."""
+    """Whether every unit, or every row of an engine's pages, lies on 16 bytes; of E4M3, on 8."""
     if isinstance(work.units, PagePool):
         keys, values = work.units.keys, work.units.values
         numbers = (keys.address, values.address, *keys.strides[:3], *values.strides[:3])
-        return not any(x % 16 for x in numbers)
+        return not any(x % (8 * work.units.group.item_bytes) for x in numbers)
+    if work.units.group.is_e4m3:
+        return True
     pools = [work.units.memory.address, work.units.unit_bytes]
     if work.blocks is not None:
         pools.append(work.blocks.memory.address)

@@ -10,7 +10,7 @@ from hsswap.codec import PLANE_BITS
 from hsswap.driver.base import Stream
 from hsswap.driver.codes_operations import EncodeCodesWork, LayerCodes, ScoreCodesWork
 from hsswap.driver.cuda_operations import WARP, chunk_of, contiguous_address, row_items
-from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
+from hsswap.driver.cuda_seam import Grid, Launcher, key_scales_at, unit_constants
 from hsswap.driver.cuda_top_k import COUNTER_BYTES
 from hsswap.driver.operations import I32
 from hsswap.driver.tensor import Tensor
@@ -56,7 +56,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeCodesWork) -> None:
     if not pairs:
         return
     params = struct.pack(
-        "<Q24sQQQqqqii",
+        "<Q24sQQQqqqqii",
         blocks.memory.address,
         _tables(into),
         _pages(device, stream, into),
@@ -65,6 +65,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeCodesWork) -> None:
         blocks.unit_bytes,
         blocks.block_bytes,
         into.row_bytes,
+        key_scales_at(into.group, blocks.block_size),
         count,
         blocks.block_size,
     )
@@ -73,7 +74,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeCodesWork) -> None:
     grid = Grid(min(pairs, ENCODE_BLOCKS_AN_SM * device.sm_count))
     # A row of keys is a whole number of 16 bytes: dims are multiples of 8.
     chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
-    block, kind = Grid(ENCODE_THREADS), chunk | format_constants(into.group.dtype)
+    block, kind = Grid(ENCODE_THREADS), chunk | unit_constants(into.group)
     device.launch(stream, "codes_encode", kind, grid, block, shared_bytes, params)
 
 
@@ -204,12 +205,13 @@ def _prepare(
     dims = max((len(codec.bits) for codec in codes.codecs), default=-1)
     slices = -(-(dims + 1) // WEIGHT_DIMS)
     params = struct.pack(
-        "<Qqq24sQq14Q6q10iff",
+        "<Qqq24sQqq14Q6q10iff",
         work.queries.address,
         *work.queries.strides,
         _tables(codes),
         resident.units.memory.address,
         resident.units.unit_bytes,
+        key_scales_at(group, codes.block_size),
         0 if cache is None else cache.owner.address,
         0 if cache is None else cache.slots.address,
         pinned,
@@ -243,5 +245,5 @@ def _prepare(
     jobs = resident.pinned.shape[0] + 2 + group.group_size * slices
     jobs += -(-blocks // (THREADS * group.kv_heads))
     chunk = chunk_of(resident.units.memory.address, resident.units.unit_bytes)
-    kind, grid = chunk | format_constants(group.dtype), Grid(jobs, group.kv_heads)
+    kind, grid = chunk | unit_constants(group), Grid(jobs, group.kv_heads)
     device.launch(stream, "codes_prepare", kind, grid, Grid(THREADS), 0, params)

@@ -1,4 +1,4 @@
-"""Launch code of the operations that are not attention: parameters, grids, shared memory.
+"""Launch code of what moves and compresses units: parameters, grids, shared memory.
 
 Written against :class:`Launcher`. Each function takes a checked record; the structs are those at
 the top of the kernels' files, eight-byte fields first.
@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hsswap.driver.base import Stream
-from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
+from hsswap.driver.cuda_seam import Grid, Launcher, key_scales_at, unit_constants
 from hsswap.driver.operations import (
-    AppendAtWork,
-    AppendWork,
     BlockPool,
     ChecksumWork,
     EncodeWork,
@@ -85,90 +83,6 @@ def matrix_address(device: Launcher, stream: Stream, matrix: Tensor) -> int:
 def pool_numbers(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
     """Addresses and sizes that decide about alignment."""
     return units.memory.address, blocks.memory.address, units.unit_bytes
-
-
-def append(device: Launcher, stream: Stream, work: AppendWork) -> None:
-    """One warp a row and head, into both tiers."""
-    group = work.units.group
-    keys, values = work.keys, work.values
-    pairs = work.keys.shape[0] * group.kv_heads
-    if not pairs:
-        return
-    chunk = chunk_of(
-        *pool_numbers(work.units, work.blocks),
-        keys.address,
-        values.address,
-        *keys.strides[:2],
-        *values.strides[:2],
-    )
-    if keys.strides[2] != 2 or values.strides[2] != 2:
-        chunk = BY_2
-    params = struct.pack(
-        "<QqqqQqqqQQQQqqqqiiii",
-        work.keys.address,
-        *work.keys.strides,
-        work.values.address,
-        *work.values.strides,
-        work.units.memory.address,
-        work.blocks.memory.address,
-        device.upload(stream, work.device_slots, direct=True),
-        device.upload(stream, work.host_slots, direct=True),
-        work.units.unit_bytes,
-        work.blocks.block_bytes,
-        work.first_offset,
-        pairs,
-        group.kv_heads,
-        work.units.block_size,
-        2 * group.head_dim,
-        2 * group.value_dim,
-    )
-    grid, block = Grid(-(-pairs // WARPS)), Grid(WARPS * WARP)
-    device.launch(stream, "append", chunk, grid, block, 0, params)
-
-
-def append_at(device: Launcher, stream: Stream, work: AppendAtWork) -> None:
-    """One warp a sequence, row and head."""
-    group, keys, values = work.units.group, work.keys, work.values
-    sequences, rows = keys.shape[:2]
-    chunk = chunk_of(
-        *pool_numbers(work.units, work.blocks),
-        keys.address,
-        values.address,
-        *keys.strides[:3],
-        *values.strides[:3],
-    )
-    if keys.strides[3] != 2 or values.strides[3] != 2:
-        chunk = BY_2
-    host_slots = work.host_slots
-    params = struct.pack(
-        "<Q4qQ4q5Q5q8i",
-        keys.address,
-        *keys.strides[1:],
-        keys.strides[0],
-        values.address,
-        *values.strides[1:],
-        values.strides[0],
-        work.units.memory.address,
-        work.blocks.memory.address,
-        work.slots.address,
-        0 if host_slots is None else host_slots.address,
-        work.positions.address,
-        work.units.unit_bytes,
-        work.blocks.block_bytes,
-        work.slots.strides[1] // 4,
-        0 if host_slots is None else host_slots.strides[0] // 4,
-        sequences * rows * group.kv_heads,
-        rows,
-        work.slots.shape[2],
-        work.positions.strides[0],
-        4 if work.positions.dtype == "i32" else 8,
-        group.kv_heads,
-        work.units.block_size,
-        2 * group.head_dim,
-        2 * group.value_dim,
-    )
-    grid = Grid(-(-sequences * rows * group.kv_heads // WARPS))
-    device.launch(stream, "append_at", chunk, grid, Grid(WARPS * WARP), 0, params)
 
 
 def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | ScatterWork) -> None:
@@ -253,7 +167,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     if not pairs:
         return
     params = struct.pack(
-        "<QQQQQqqiiiiii",
+        "<QQQQQqqqiiiiii",
         blocks.memory.address,
         matrix_address(device, stream, into.matrix),
         contiguous_address(into.codes, 2, "codes"),
@@ -261,6 +175,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
         device.upload(stream, work.code_index, direct=True),
         blocks.unit_bytes,
         blocks.block_bytes,
+        key_scales_at(blocks.group, blocks.block_size),
         pairs,
         into.group.kv_heads,
         blocks.block_size,
@@ -271,7 +186,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeWork) -> None:
     grid = Grid(min(pairs, CODE_BLOCKS_AN_SM * device.sm_count))
     shared_bytes = 2 * dim * (-(-rank // 4) * 4 + TILE_TOKENS)
     chunk = chunk_of(blocks.memory.address, blocks.unit_bytes)
-    kind = chunk | format_constants(blocks.group.dtype)
+    kind = chunk | unit_constants(blocks.group)
     device.launch(stream, "encode", kind, grid, Grid(THREADS), shared_bytes, params)
 
 

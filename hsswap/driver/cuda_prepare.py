@@ -20,7 +20,7 @@ from hsswap.driver.cuda_attention_params import (
 )
 from hsswap.driver.cuda_codes import is_tiled
 from hsswap.driver.cuda_operations import BY_2, BY_16, chunk_of
-from hsswap.driver.cuda_seam import Chip, format_constants
+from hsswap.driver.cuda_seam import Chip, format_constants, unit_constants
 from hsswap.driver.cuda_top_k import MOST_KEYS, SELECT_THREADS, code_chunk, fits_tiles, keys_of
 from hsswap.driver.preparing import PrepareWork
 from hsswap.predictor_config import PredictorConfig
@@ -42,10 +42,12 @@ def kernels_of(chip: Chip, work: PrepareWork) -> list[Launchable]:
 def _all_of(chip: Chip, work: PrepareWork) -> Iterator[Launchable]:
     yield "copy_words", {}
     yield "checksum", {}
-    for chunk in (BY_16, BY_2):  # by where an engine's rows lie
-        yield "append", chunk
-        yield "append_at", chunk
     for group in work.groups:
+        kinds = [BY_16, BY_2]  # by where an engine's rows lie
+        of_e4m3 = "_e4m3" if group.is_e4m3 else ""
+        for kind in [format_constants(group.dtype)] if group.is_e4m3 else kinds:
+            yield f"append{of_e4m3}", kind
+            yield f"append_at{of_e4m3}", kind
         chunk = chunk_of(unit_bytes_of(group, work.block_size))
         yield "gather", chunk
         yield "scatter", chunk
@@ -66,18 +68,18 @@ def _choosing(most_blocks: int) -> Iterator[Launchable]:
 def _top_k(
     group: LayerGroup, block_size: int, chunk: Constants, predictor: PredictorConfig
 ) -> Iterator[Launchable]:
-    by_format = format_constants(group.dtype)
+    by_format, by_unit = format_constants(group.dtype), unit_constants(group)
     yield "fetch", chunk
     yield "block_logsumexp", span_constants(group, block_size)
     yield "block_masses", by_format
     if predictor.kind == "codes":
-        yield "codes_encode", {**chunk, **by_format}
-        yield "codes_prepare", {**chunk, **by_format}
+        yield "codes_encode", {**chunk, **by_unit}
+        yield "codes_prepare", {**chunk, **by_unit}
         yield "codes_mass" if is_tiled(block_size) else "codes_mass_any", {}
         yield "codes_rank", {}
         return
     codes = code_chunk(predictor.rank)
-    yield "encode", {**chunk, **by_format}
+    yield "encode", {**chunk, **by_unit}
     if codes["CHUNK"] == 8 and fits_tiles(group, block_size, predictor.rank):
         yield "score_tiled", {"RANK": predictor.rank, "DIM": group.head_dim}
         return
@@ -87,7 +89,7 @@ def _top_k(
 
 def _attention(chip: Chip, group: LayerGroup, work: PrepareWork) -> Iterator[Launchable]:
     size = work.block_size
-    is_wide = unit_bytes_of(group, size) % 16 == 0
+    is_wide = unit_bytes_of(group, size) % (8 if group.is_e4m3 else 16) == 0
     yield "attend_tile", tile_constants(chip, group, size, is_wide)
     yield "finalize", format_constants(group.dtype)
     if work.most_tokens > span_tokens(work.most_tokens):

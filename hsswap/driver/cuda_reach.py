@@ -24,10 +24,15 @@ from hsswap.errors import ArgumentError
 
 W = TypeVar("W")
 
-INPUTS = frozenset({"keys", "values", "queries", "sinks", "scores", "last_chosen", "last_mass"})
+INPUTS = frozenset(
+    {
+        *("keys", "values", "key_scales", "value_scales", "queries", "sinks"),
+        *("scores", "last_chosen", "last_mass"),
+    }
+)
 """Fields of records that are only read, and may be copied. Scores: of select; score writes its."""
 
-ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "u32": 4}
+ITEM_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "u32": 4}
 
 
 def make_reachable(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
 
 
@@ -32,6 +33,16 @@ class Grid(NamedTuple):
 def format_constants(dtype: str) -> dict[str, int | str]:
     """The -D constants of kernels that take BF16, for a 16-bit format."""
     return {"FP16": 1} if dtype == "f16" else {}
+
+
+def unit_constants(group: LayerGroup) -> dict[str, int | str]:
+    """The same of kernels that read K or V in units."""
+    return format_constants(group.dtype) | ({"E4M3": 1} if group.is_e4m3 else {})
+
+
+def key_scales_at(group: LayerGroup, block_size: int) -> int:
+    """The byte of a unit of E4M3 at which the scales of K begin; those of V are behind them."""
+    return block_size * (group.head_dim + group.value_dim)
 
 
 class Chip(Protocol):

@@ -16,19 +16,20 @@ from hsswap.errors import ArgumentError
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """Kinds of memory (DLDeviceType). The last two are reached by the CPU and the GPU."""
 
-INT, UINT, FLOAT, BFLOAT = 0, 1, 2, 4
+INT, UINT, FLOAT, BFLOAT, E4M3 = 0, 1, 2, 4, 10
 """Kinds of numbers (DLDataTypeCode)."""
 
 KINDS = {
     "bf16": ((BFLOAT, 16), (UINT, 16), (INT, 16)),
     "f16": ((FLOAT, 16),),
+    "e4m3": ((E4M3, 8), (UINT, 8)),
     "f32": ((FLOAT, 32),),
     "i32": ((INT, 32),),
     "i64": ((INT, 64),),
     "u8": ((UINT, 8),),
     "u32": ((UINT, 32),),
 }
-"""What is taken for each dtype; BF16 also as its 16-bit codes."""
+"""What is taken for each dtype; BF16 and E4M3 also as their codes."""
 
 
 class _Tensor(ctypes.Structure):

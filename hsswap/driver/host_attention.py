@@ -26,9 +26,9 @@ from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_finalize import finalize
 from hsswap.driver.host_held import HeldAttend, held_attend
 from hsswap.driver.host_memory import Scratch
-from hsswap.driver.host_ops import units_of_blocks
 from hsswap.driver.host_rows import F32, I64, RowTiles
-from hsswap.driver.operations import AttendWork, PagePool
+from hsswap.driver.host_units import wide_units
+from hsswap.driver.operations import AttendWork
 from hsswap.halves import widen
 
 # Elements of K and V widened at a time (4 MiB) and of logits (1 MiB). The second-level cache holds
@@ -224,17 +224,8 @@ def _widen(
 
     Tokens that no row of the call sees are zero: a NaN there would pass through a weight of 0.
     """
-    units, group = call.work.units, call.work.units.group
     slots = call.spans.slots[:, :, numbers]
-    taken = _take(call.work, slots, call.scratch)
-    parts: list[F32] = []
-    first = 0
-    for name, dim in (("keys", group.head_dim), ("values", group.value_dim)):
-        last = first + units.block_size * dim
-        wide = call.scratch.array(name, (*slots.shape, last - first), np.float32)
-        widen(taken[..., first:last], group.dtype, wide)
-        parts.append(wide.reshape(*slots.shape[:3], -1, dim))
-        first = last
+    parts = wide_units(call.work, slots, call.scratch)
     if not whole.all():
         partial = np.flatnonzero(~whole)
         tokens = call.spans.tokens(numbers[partial])
@@ -244,46 +235,7 @@ def _widen(
         s, h, span, token = np.nonzero(np.broadcast_to(unseen, shape))
         for part in parts:
             part[s, h, partial[span], token] = 0
-    return parts[0], parts[1]
-
-
-def _take(work: AttendWork, slots: NDArray[np.int32], scratch: Scratch) -> NDArray[np.uint16]:
-    """The units of some slots ``[..., unit]``; undefined where the slot is -1."""
-    if isinstance(work.units, PagePool):
-        return _take_pages(work.units, slots)
-    memory = work.units.memory.array().view(np.uint16)
-    taken: NDArray[np.uint16] = scratch.array("units", (*slots.shape, memory.shape[1]), np.uint16)
-    in_place = slots < -1
-    if work.blocks is None or not in_place.any():
-        # -1 is clipped to slot 0.
-        np.take(memory, slots, axis=0, out=taken, mode="clip")
-        return taken
-    # The larger part is taken into place at once, the smaller one copied over it.
-    flat = taken.reshape(-1, memory.shape[1])
-    entries = slots.ravel()
-    held, away = entries >= 0, entries < -1
-    blocks = work.blocks.memory.array().view(np.uint16)
-    packed = blocks.shape[1] == work.units.group.kv_heads * memory.shape[1]
-    if packed and away.sum() > held.sum():
-        rows = blocks.reshape(-1, memory.shape[1])
-        np.take(rows, -2 - entries, axis=0, out=flat, mode="clip")
-        at = np.flatnonzero(held)
-        flat[at] = memory[entries[at]]
-        return taken
-    np.take(memory, slots, axis=0, out=taken, mode="clip")
-    at = np.flatnonzero(away)
-    host_slot, head = np.divmod(-2 - entries[at], work.units.group.kv_heads)
-    flat[at] = units_of_blocks(work.blocks).view(np.uint16)[host_slot, head]
-    return taken
-
-
-def _take_pages(pool: PagePool, slots: NDArray[np.int32]) -> NDArray[np.uint16]:
-    """The same out of an engine's pages: of the head of the second axis, K, then V."""
-    head = np.arange(slots.shape[1])[:, None, None]
-    # [pages, H, T, dim]; -1 is page 0, and not looked at.
-    both = [t.array().view(np.uint16).swapaxes(1, 2) for t in (pool.keys, pool.values)]
-    parts = [pages[np.maximum(slots, 0), head].reshape(*slots.shape, -1) for pages in both]
-    return np.concatenate(parts, axis=-1)
+    return parts
 
 
 def _fold(call: _Call, tile: slice, numbers: I64, keys: F32, values: F32) -> None:

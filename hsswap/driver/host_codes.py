@@ -17,7 +17,7 @@ from hsswap.driver.codes_operations import (
     ScoreCodesWork,
 )
 from hsswap.driver.host_memory import Scratch
-from hsswap.driver.host_ops import block_views, unit_views
+from hsswap.driver.host_ops import block_views, unit_views, wide_keys
 from hsswap.driver.tensor import Tensor
 from hsswap.halves import widen
 
@@ -41,14 +41,14 @@ def _rows_of(codes: LayerCodes, head: int) -> list[NDArray[np.uint16]]:
 
 def encode(work: EncodeCodesWork, scratch: Scratch) -> None:
     """Codes of full blocks out of host slots."""
-    keys, _ = block_views(work.blocks)
+    views = block_views(work.blocks)
     page, row = np.divmod(work.code_index, PAGE_BLOCKS)
     step = max(1, ENCODE_TOKENS // work.into.block_size)
     for head, own in enumerate(work.into.codecs):
         rows = _rows_of(work.into, head)
         for first in range(0, len(page), step):
             part = slice(first, first + step)
-            wide = widen(keys[work.host_slots[part], head], work.blocks.group.dtype)
+            wide = wide_keys(work.blocks.group, views, (work.host_slots[part], head))
             packed = codec.encode(own, wide)
             for number in np.unique(page[part]).tolist():
                 here = page[part] == number
@@ -134,7 +134,7 @@ def _exact_logits(work: ScoreCodesWork, queries: F32, blocks: int) -> tuple[F32,
     being filled.
     """
     resident, group = work.resident, work.codes.group
-    keys, _ = unit_views(resident.units)
+    views = unit_views(resident.units)
     pinned = _listed(resident.pinned)
     pinned = pinned[pinned >= 0]
     exact = np.full((group.q_heads, blocks), np.nan, np.float32)
@@ -143,17 +143,18 @@ def _exact_logits(work: ScoreCodesWork, queries: F32, blocks: int) -> tuple[F32,
         part = slice(head * group.group_size, (head + 1) * group.group_size)
         if resident.cache is not None and len(pinned):
             block, place = np.nonzero(pinned[:, None] == resident.cache.owner.array()[head])
-            held = keys[resident.cache.slots.array()[head, place]]
+            held = wide_keys(group, views, resident.cache.slots.array()[head, place])
             exact[part, pinned[block]] = codec.log_mass(_logits(group, queries[part], held)).T
         if resident.active_tokens:
-            rows = keys[resident.active[head]][None, : resident.active_tokens]
+            active = (resident.active[head : head + 1], slice(resident.active_tokens))
+            rows = wide_keys(group, views, active)
             beside[part] = codec.log_mass(_logits(group, queries[part], rows))[0]
     return exact, beside
 
 
-def _logits(group: LayerGroup, queries: F32, keys: NDArray[np.uint16]) -> F32:
+def _logits(group: LayerGroup, queries: F32, keys: F32) -> F32:
     """Logits ``[n, G, T]`` of queries ``[G, dk]`` and keys ``[n, T, dk]``."""
-    logits: F32 = queries @ widen(keys, group.dtype).swapaxes(1, 2) * np.float32(group.logit_scale)
+    logits: F32 = queries @ keys.swapaxes(1, 2) * np.float32(group.logit_scale)
     if group.soft_cap is not None:
         cap = np.float32(group.soft_cap)
         logits = np.tanh(logits / cap) * cap

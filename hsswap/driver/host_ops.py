@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap import bf16
+from hsswap import bf16, e4m3
+from hsswap.bf16 import F32
 from hsswap.checksum import crc32_of_blocks
+from hsswap.config import LayerGroup
 from hsswap.driver.host_blas import multiply
 from hsswap.driver.host_held import held_indices, held_slots
 from hsswap.driver.host_memory import Scratch
@@ -35,16 +40,14 @@ CODE_TOKENS = 2048
 # Rows of one product of encode: CODE_ROWS times the largest head_dim is 2**12, see host_blas.
 CODE_ROWS = 16
 
+Parts = tuple[NDArray[Any], ...]
 
-def unit_views(pool: UnitPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """K ``[slots, T, dk]`` and V ``[slots, T, dv]`` of a pool of units."""
-    memory = pool.memory.array().view(np.uint16)
-    keys = pool.block_size * pool.group.head_dim
-    values = pool.block_size * pool.group.value_dim
-    return (
-        memory[:, :keys].reshape(-1, pool.block_size, pool.group.head_dim),
-        memory[:, keys : keys + values].reshape(-1, pool.block_size, pool.group.value_dim),
-    )
+
+def unit_views(pool: UnitPool) -> Parts:
+    """The parts of a pool of units: K ``[slots, T, dk]`` and V ``[slots, T, dv]``, in E4M3 then
+    their scales ``[slots, T]``.
+    """
+    return _parts(pool, pool.memory.array())
 
 
 def units_of_blocks(pool: BlockPool) -> NDArray[np.uint8]:
@@ -53,21 +56,49 @@ def units_of_blocks(pool: BlockPool) -> NDArray[np.uint8]:
     return pool.memory.array()[:, : heads * pool.unit_bytes].reshape(-1, heads, pool.unit_bytes)
 
 
-def block_views(pool: BlockPool) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """K ``[slots, H, T, dk]`` and V ``[slots, H, T, dv]`` of a pool of blocks."""
-    memory = units_of_blocks(pool).view(np.uint16)
-    shape = (*memory.shape[:2], pool.block_size)
-    keys = pool.block_size * pool.group.head_dim
-    values = pool.block_size * pool.group.value_dim
-    return (
-        memory[..., :keys].reshape(*shape, pool.group.head_dim),
-        memory[..., keys : keys + values].reshape(*shape, pool.group.value_dim),
-    )
+def block_views(pool: BlockPool) -> Parts:
+    """The parts of a pool of blocks: K ``[slots, H, T, dk]`` and V ``[slots, H, T, dv]``, in E4M3
+    then their scales ``[slots, H, T]``.
+    """
+    return _parts(pool, units_of_blocks(pool))
 
 
-def _sources(work: AppendWork | AppendAtWork) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Rows of K and V as 16-bit codes: units hold any format."""
-    return work.keys.array().view(np.uint16), work.values.array().view(np.uint16)
+def _parts(pool: UnitPool | BlockPool, units: NDArray[np.uint8]) -> Parts:
+    """The parts of units ``[..., unit_bytes]``, each in its own type."""
+    group, size = pool.group, pool.block_size
+    item: np.dtype[Any] = np.dtype(np.uint8 if group.is_e4m3 else np.uint16)
+    kinds: list[tuple[np.dtype[Any], tuple[int, ...]]] = [
+        (item, (size, group.head_dim)),
+        (item, (size, group.value_dim)),
+    ]
+    if group.is_e4m3:
+        kinds += [(np.dtype(np.float32), (size,))] * 2
+    parts: list[NDArray[Any]] = []
+    start = 0
+    for dtype, shape in kinds:
+        stop = start + dtype.itemsize * prod(shape)
+        parts.append(units[..., start:stop].view(dtype).reshape(*units.shape[:-1], *shape))
+        start = stop
+    return tuple(parts)
+
+
+def wide_keys(group: LayerGroup, parts: Parts, index: Any) -> F32:
+    """Float32 of the keys at an index of :func:`unit_views` or :func:`block_views`."""
+    if group.is_e4m3:
+        return e4m3.to_float32(parts[0][index], parts[2][index])
+    return widen(parts[0][index], group.dtype)
+
+
+def _sources(work: AppendWork | AppendAtWork) -> Parts:
+    """Rows as the parts of a unit hold them: K and V, in E4M3 then their scales."""
+    group = work.units.group
+    keys, values = work.keys.array(), work.values.array()
+    if not group.is_e4m3:
+        return keys.view(np.uint16), values.view(np.uint16)
+    if work.key_scales is not None and work.value_scales is not None:
+        return keys, values, work.key_scales.array(), work.value_scales.array()
+    pairs = [e4m3.from_float32(widen(rows, group.dtype)) for rows in (keys, values)]
+    return pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]
 
 
 def append(work: AppendWork, scratch: Scratch) -> None:
@@ -116,7 +147,7 @@ def append_at(work: AppendAtWork, scratch: Scratch) -> None:
 
 def _put_in_blocks(
     work: AppendAtWork,
-    sources: tuple[NDArray[np.uint16], NDArray[np.uint16]],
+    sources: Parts,
     taken: tuple[NDArray[np.intp], ...],
     host_slot: NDArray[np.integer],
     place: NDArray[np.int64],
@@ -146,16 +177,16 @@ def scatter(work: ScatterWork, scratch: Scratch) -> None:
 
 def encode(work: EncodeWork, scratch: Scratch) -> None:
     """Keys of blocks times the matrix, accumulated in float32, rounded to BF16."""
-    keys, _ = block_views(work.blocks)
+    group, views = work.blocks.group, block_views(work.blocks)
     matrix = bf16.to_float32(work.into.matrix.array())
     codes = work.into.codes.array()
-    _, heads, tokens, dim = keys.shape
+    _, heads, tokens, dim = views[0].shape
     rank = matrix.shape[1]
     tall = min(tokens, CODE_ROWS)
     step = max(1, CODE_TOKENS // (tokens * heads))
     for first in range(0, len(work.host_slots), step):
         part = slice(first, first + step)
-        taken = widen(keys[work.host_slots[part]], work.blocks.group.dtype)
+        taken = wide_keys(group, views, work.host_slots[part])
         # [n, H, T / tall, tall, dk] @ [dk, rank]: one shape, however many blocks
         product = np.empty((*taken.shape[:2], tokens // tall, tall, rank), np.float32)
         multiply(taken.reshape(*product.shape[:4], dim), matrix, product)

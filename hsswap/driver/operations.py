@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.config import BF16_BYTES, DISK_ALIGNMENT, LayerGroup
+from hsswap.config import DISK_ALIGNMENT, LayerGroup
 from hsswap.driver.tensor import Tensor
 
 I32 = NDArray[np.int32]
@@ -27,14 +27,14 @@ I64 = NDArray[np.int64]
 
 
 def unit_bytes_of(group: LayerGroup, block_size: int) -> int:
-    """Bytes of K, V and aux of one KV head of one block."""
-    return block_size * (group.head_dim + group.value_dim) * BF16_BYTES + group.aux_bytes
+    """Bytes of one KV head of one block: the ``unit_bytes`` of ModelDims."""
+    return block_size * group.token_bytes + group.aux_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPool:
     """Device slots of one layer group: ``memory`` is u8 ``[slots, unit_bytes]``, contiguous, each
-    unit K ``[T, dk]``, V ``[T, dv]``, aux.
+    unit K ``[T, dk]``, V ``[T, dv]``, in E4M3 their scales ``[T]`` and ``[T]``, aux.
     """
 
     memory: Tensor
@@ -55,13 +55,16 @@ class UnitPool:
 @dataclass(frozen=True, slots=True)
 class PagePool:
     """An engine's own pages of one layer, attended where they lie: ``keys`` ``[P, T, H, dk]`` and
-    ``values`` ``[P, T, H, dv]`` of the group's dtype, any strides but contiguous along the dims. A
-    slot is a page, for every head.
+    ``values`` ``[P, T, H, dv]`` of the group's kv_dtype, any strides but contiguous along the dims.
+    A slot is a page, for every head. E4M3 comes with float32 ``key_scales`` and ``value_scales``
+    ``[P, T, H]`` of any strides: one scale for all is an array broadcast to that shape.
     """
 
     keys: Tensor
     values: Tensor
     group: LayerGroup
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -112,7 +115,8 @@ class AppendWork:
     Row i goes to token ``first_offset + i`` of the B = ceil((first_offset + rows) / T) destination
     blocks. ``device_slots`` ``[B, H]`` int32 and ``host_slots`` ``[B]`` int32 name each block's
     units in ``units`` and its slot in ``blocks``; a block may have one, both or none. Other tokens
-    of the units keep what they held.
+    of the units keep what they held. Units of E4M3: rows are rounded as :mod:`hsswap.e4m3` says, or
+    are E4M3 already and come with float32 ``key_scales`` and ``value_scales`` ``[rows, H]``.
     """
 
     keys: Tensor
@@ -122,6 +126,8 @@ class AppendWork:
     device_slots: I32
     blocks: BlockPool
     host_slots: I32
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ class AppendAtWork:
     :class:`AttendWork` takes: into ``units``, or in place into a host slot of ``blocks``.
     ``host_slots`` ``[S, B]`` i32, if not None: the host slot of each block, which gets the row as
     well. Rows outside the B blocks, and entries of -1, are left out. ``slots`` and ``host_slots``
-    are contiguous along B.
+    are contiguous along B. E4M3 as for :class:`AppendWork`, scales ``[S, R, H]``.
     """
 
     keys: Tensor
@@ -144,6 +150,8 @@ class AppendAtWork:
     slots: Tensor
     blocks: BlockPool
     host_slots: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from numpy.typing import DTypeLike, NDArray
 from hsswap.driver.dlpack import exported
 from hsswap.errors import ArgumentError
 
-# BF16 has no NumPy dtype; it travels as its 16-bit codes (hsswap.bf16).
+# BF16 and E4M3 have no NumPy dtype; they travel as their codes (hsswap.bf16, hsswap.e4m3).
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(np.uint16),
     "f16": np.dtype(np.float16),
+    "e4m3": np.dtype(np.uint8),
     "f32": np.dtype(np.float32),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
@@ -38,7 +39,7 @@ class Memory(Protocol):
 class Tensor:
     """``shape`` elements of ``dtype`` from ``address`` on, ``strides`` bytes apart.
 
-    ``dtype`` is one of bf16, f16, f32, i32, i64, u8, u32. ``owner`` keeps the memory alive.
+    ``dtype`` is one of bf16, f16, e4m3, f32, i32, i64, u8, u32. ``owner`` keeps the memory alive.
     ``on_device`` is false for memory that the CPU may touch.
     """
 
@@ -122,7 +123,8 @@ def tensor_of(
     """Take an engine's array: a NumPy array, a :class:`Tensor`, or an object with ``__dlpack__`` or
     ``__cuda_array_interface__``.
 
-    ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers.
+    ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers,
+    E4M3 as 8-bit ones.
     ``written``: work will write to it. Raises ArgumentError for another kind of object, dtype or
     shape, and for an array that is to be written and is read-only, before anything is touched.
     """

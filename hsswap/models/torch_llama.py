@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from hsswap import Tensor
-from hsswap.config import BF16_BYTES
+from hsswap.dims import BF16_BYTES
 from hsswap.errors import ArgumentError
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile

@@ -17,23 +17,26 @@ __all__ = ["KERNELS", "Constants", "Kernel", "included_files", "source"]
 
 # Bytes of one access: 16 where every address and stride divides by it.
 _BY_ALIGNMENT: tuple[Constants, ...] = ({"CHUNK": 16}, {"CHUNK": 2})
+_BY_UNITS: tuple[Constants, ...] = (*_BY_ALIGNMENT, {"CHUNK": 16, "E4M3": 1})
 
 KERNELS: dict[str, Kernel] = {
     "append": Kernel("append.cu", "append", True, _BY_ALIGNMENT),
     "append_at": Kernel("append.cu", "append_at", True, _BY_ALIGNMENT),
+    "append_e4m3": Kernel("append_e4m3.cu", "append_e4m3", True, ({}, {"FP16": 1})),
+    "append_at_e4m3": Kernel("append_e4m3.cu", "append_at_e4m3", True, ({}, {"FP16": 1})),
     "gather": Kernel("gather.cu", "gather", True, _BY_ALIGNMENT),
     "scatter": Kernel("gather.cu", "scatter", True, _BY_ALIGNMENT),
     "copy_words": Kernel("copy.cu", "copy_words", True),
     "checksum": Kernel("checksum.cu", "checksum", True),
-    "encode": Kernel("encode.cu", "encode", False, _BY_ALIGNMENT),
+    "encode": Kernel("encode.cu", "encode", False, _BY_UNITS),
     # CHUNK: codes of one load.
     "project": Kernel("score.cu", "project", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score": Kernel("score.cu", "score", True, ({"CHUNK": 8}, {"CHUNK": 1})),
     "score_tiled": Kernel(
         "score_tiled.cu", "score_tiled", True, ({"RANK": 32, "DIM": 128}, {"RANK": 128, "DIM": 64})
     ),
-    "codes_encode": Kernel("codes_encode.cu", "codes_encode", True, _BY_ALIGNMENT),
-    "codes_prepare": Kernel("codes_prepare.cu", "codes_prepare", True, _BY_ALIGNMENT),
+    "codes_encode": Kernel("codes_encode.cu", "codes_encode", True, _BY_UNITS),
+    "codes_prepare": Kernel("codes_prepare.cu", "codes_prepare", True, _BY_UNITS),
     "codes_mass": Kernel("codes_mass.cu", "codes_mass", True),
     "codes_mass_any": Kernel("codes_mass_any.cu", "codes_mass_any", True),
     "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),

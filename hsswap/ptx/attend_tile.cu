@@ -5,8 +5,8 @@
 // Grid     x: tiles of 64 of the R * GROUP (row, query head) pairs of a KV head; y: S * H; z: chunks of spans
 // Block    128 threads, a warp for 16 pairs
 // Shared   Q [64][DK_PAD + 8], K [128][DK_PAD + 8], V [128][DV_PAD + 8] bf16 (K and V one behind the other in one
-//          place if APART is 0), then u64 source[2][128], int position[2][128]; 16 bytes of padding a row make
-//          ldmatrix free of bank conflicts
+//          place if APART is 0), then u64 source[2][128], int position[2][128], of E4M3 float scales[2][2][128] and
+//          query_scale[64]; 16 bytes of padding a row make ldmatrix free of bank conflicts
 // Constants  HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK; PAGES 1: an engine's pages; WIDE 1: rows lie on 16 bytes; APART; TRANSFORM 0: logits
 //          are s * scale, 1: scaled before the maximum is taken (scale <= 0), 2: soft cap
 //
@@ -29,6 +29,9 @@
 #include "tile_softmax.cuh"
 #include "tile_loads.cuh"
 #include "tile_ends.cuh"
+#if E4M3
+#include "tile_e4m3.cuh"
+#endif
 
 // acc = P V for dims 16 d to 16 d + 15.
 __device__ __forceinline__ void values_step(float (&acc)[8], const u32 (&weights)[LEAF / 16][4], u32 v, int d) {
@@ -84,7 +87,7 @@ __device__ __forceinline__ void logits(float (&s)[LEAF / 8][4], const Shared& sh
 
 // The leaf's partial into the span's: rows of `take` only.
 __device__ __forceinline__ void add_values(float (&o)[DV_PAD / 8][4], const u32 (&weights)[LEAF / 16][4], u32 v,
-                                           const Weights (&w)[2], const bool (&take)[2]) {
+                                           const Weights (&w)[2], const float (&up)[2], const bool (&take)[2]) {
 #pragma unroll
   for (int d = 0; d < DV_PAD / 16; d++) {
     float acc[8];
@@ -92,7 +95,8 @@ __device__ __forceinline__ void add_values(float (&o)[DV_PAD / 8][4], const u32 
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       float& to = o[2 * d + (i >> 2)][i & 3];
-      if (take[(i >> 1) & 1]) to = fold(to, acc[i], w[(i >> 1) & 1]);
+      const float part = E4M3 ? __fmul_rn(acc[i], up[(i >> 1) & 1]) : acc[i];
+      if (take[(i >> 1) & 1]) to = fold(to, part, w[(i >> 1) & 1]);
     }
   }
 }
@@ -122,6 +126,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   sh.source = (u64*)(memory + Q_BYTES + KV_BYTES);
   sh.position = (int*)(sh.source + 2 * LEAF);
   sh.any = p.units;
+#if E4M3
+  sh.scales = (float*)(sh.position + 2 * LEAF);
+  sh.query_scale = sh.scales + 4 * LEAF;
+#endif
 
   Tile tile;
   tile.pairs = min(TILE, p.rows * GROUP - pair0);
@@ -175,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
       wait_copies<0>();
     }
     __syncthreads();
-    float s[LEAF / 8][4], reference[2], sum[2];
+    float s[LEAF / 8][4], reference[2], sum[2], up[2];
     u32 weights[LEAF / 16][4];
     if (now & SOME_SEEN) logits(s, sh, warp, lane);
     __syncthreads();
@@ -188,8 +196,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
     }
     if (now & SOME_SEEN) {
       const int* position = sh.position + (leaf & 1) * LEAF;
+#if E4M3
+      const float* scales = sh.scales + (leaf & 1) * 2 * LEAF;
+      const float query_scale[2] = {sh.query_scale[warp * 16 + g], sh.query_scale[warp * 16 + g + 8]};
+      scale_logits(s, scales, query_scale);
+      if (now & NOT_WHOLE) leaf_references<true>(p, s, rows, reference, position);
+      else leaf_references<false>(p, s, rows, reference, position);
+      leaf_weights(p, s, reference, sum);
+      scale_weights(s, scales + LEAF, up);
+      pack_weights(weights, s);
+#else
       if (now & NOT_WHOLE) softmax<true>(p, s, weights, rows, reference, sum, position);
       else softmax<false>(p, s, weights, rows, reference, sum, position);
+#endif
     }
     wait_copies<APART>();
     __syncthreads();
@@ -215,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
 #pragma unroll
           for (int y = 0; y < 2; y++) take[y] = full[y] && (pair0 + warp * 16 + g + y * 8) / GROUP == row;
         }
-        add_values(o, weights, sh.v, w, take);
+        add_values(o, weights, sh.v, w, up, take);
       }
     }
     __syncthreads();

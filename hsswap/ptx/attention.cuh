@@ -17,7 +17,7 @@
 
 #pragma once
 
-#include "common.cuh"
+#include "e4m3.cuh"
 
 #define LEAF 128
 #define NOTHING __int_as_float(0xff800000)
@@ -55,6 +55,9 @@ struct AttendParams {
   int sequences, rows, entries, first_block, span_blocks, begin, window, parts, wide;
   int length_bytes, length_stride, length_more;
   float scale, soft_cap;
+  const u8* key_scales;     // of pages of E4M3
+  const u8* value_scales;
+  i64 scale_stride[6];      // bytes from page to page, from head to head, from token to token, of K, then of V
 };
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -87,7 +90,8 @@ __device__ __forceinline__ float fold(float old, float part, Weights w) {
 
 __device__ __forceinline__ float leaf_reference(float top, float factor) { return __fmul_rd(top, factor); }
 
-#if FP16
+// ITEM: of operands of matrix steps.
+#if FP16 || E4M3
 #define ITEM "f16"
 #define EXPONENT 0x7c00
 #else
@@ -101,7 +105,16 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return r;
 }
 
-__device__ __forceinline__ u16 half_of(float x) { return (u16)(pack(x, 0.f) & 0xffff); }
+// Of outputs.
+__device__ __forceinline__ u16 half_of(float x) {
+  u16 r;
+#if FP16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+#endif
+  return r;
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -128,6 +141,9 @@ __device__ __forceinline__ void ldmatrix_transposed(u32* r, u32 address) {
 }
 
 #ifdef KV_HEADS
+#if E4M3
+#include "attention_e4m3.cuh"
+#endif
 #define Q_HEADS (KV_HEADS * GROUP)
 
 // Where entry `entry` of a list lies: its unit, or null where there is none.

@@ -7,6 +7,7 @@ from hsswap.ptx.kernel import Constants, Kernel
 _LLAMA: Constants = {"HEAD_DIM": 128, "VALUE_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "BLOCK": 16}
 _SMOL: Constants = {"HEAD_DIM": 64, "VALUE_DIM": 64, "GROUP": 3, "KV_HEADS": 3, "BLOCK": 16}
 _HALF: Constants = {**_LLAMA, "FP16": 1}
+_FP8: Constants = {**_LLAMA, "E4M3": 1}
 _ODD: Constants = {"HEAD_DIM": 24, "VALUE_DIM": 40, "GROUP": 5, "KV_HEADS": 2, "BLOCK": 1}
 _WIDE: Constants = {"HEAD_DIM": 256, "VALUE_DIM": 256, "GROUP": 17, "KV_HEADS": 1, "BLOCK": 256}
 
@@ -55,6 +56,9 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
             _tile(_WIDE, 1, 0, 2),
             _tile(_HALF, 1, 1, 0),
             {**_tile(_LLAMA, 1, 1, 0), "PAGES": 1},
+            _tile(_FP8, 1, 1, 0),
+            {**_tile({**_FP8, "FP16": 1}, 0, 1, 0), "PAGES": 1},
+            {**_tile(_ODD, 1, 1, 2), "E4M3": 1},
         ),
     ),
     "attend_wide": Kernel(
@@ -65,7 +69,14 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
     ),
     "merge_spans": Kernel("finalize.cu", "merge_spans", True, ({**_LLAMA, "TRANSFORM": 0},)),
     "block_logsumexp": Kernel(
-        "finalize.cu", "block_logsumexp", True, ({**_LLAMA, "TRANSFORM": 2},)
+        "finalize.cu",
+        "block_logsumexp",
+        True,
+        (
+            {**_LLAMA, "TRANSFORM": 2},
+            {**_FP8, "TRANSFORM": 0},
+            {**_FP8, "TRANSFORM": 0, "PAGES": 1},
+        ),
     ),
     "finalize": Kernel("finalize.cu", "finalize", True),
     "block_masses": Kernel("finalize.cu", "block_masses", True),

@@ -3,12 +3,14 @@
 //   level(t, d) = floor(sum over i of K[t, i] * encode[i, d] + bias[d]), within 0 .. 2^bits(d) - 1
 //   bit k of plane p of token t = bit bit_of[16 p + k] of level(t, dim_of[16 p + k])
 //
-// K [T, dk] BF16 or FP16 at the start of unit h of a host slot (mapped memory); tables and codes as codes.cuh
+// K [T, dk] BF16, FP16 (FP16 1) or E4M3 (E4M3 1: scales at byte scales_at of the unit) at the start of unit h
+// of a host slot (mapped memory); tables and codes as codes.cuh
 // says. Sums in float32, over i in order. Grid: thread blocks take (block, head) pairs in turn, a head's
 // all in a row, TILE tokens at a time; a thread is a code dim, then a word of a plane. Shared memory:
 // keys f32 [dk, TILE] and levels u8 [TILE, M + 4].
 // NumPy reference: hsswap.codec.encode.
 #include "codes.cuh"
+#include "e4m3.cuh"
 
 #ifndef CHUNK
 #define CHUNK 16
@@ -20,7 +22,7 @@ struct Params {
     const u64* pages;
     const int* host_slots;
     const int* code_index;
-    i64 unit_bytes, block_bytes, row_bytes;
+    i64 unit_bytes, block_bytes, row_bytes, scales_at;
     int count, block_size;
 };
 
@@ -54,6 +56,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
                 keys[at] = 0; // a short tile's other tokens
             }
             __syncthreads();
+#if E4M3
+            const float* scales = reinterpret_cast<const float*>(from + p.scales_at) + first;
+            for (int at = threadIdx.x * 4; at < tokens * tables.dim; at += THREADS * 4) {
+                u32 four = *reinterpret_cast<const u32*>(from + first * tables.dim + at);
+                int token = at / tables.dim; // dims are multiples of 8
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    float value = e4m3_to_float(static_cast<u8>(four >> (8 * k))) * scales[token];
+                    keys[(at + k) % tables.dim * TILE + token] = value;
+                }
+            }
+#else
             constexpr int WORDS = CHUNK / 2;
             for (int at = threadIdx.x * WORDS; at < tokens * tables.dim; at += THREADS * WORDS) {
                 union {
@@ -67,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
                     keys[(at + k) % tables.dim * TILE + token] = half_to_float(loaded.words[k]);
                 }
             }
+#endif
             __syncthreads();
             const float* encode = tables.encode(head);
             for (int d = threadIdx.x; d < tables.most; d += THREADS) {

@@ -11,10 +11,11 @@
 //   the others: rows[b] = the address of block b's codes, 0 without
 //
 // queries [Q, dk] BF16 or FP16 with byte strides; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1] float32,
-// rows [B] u64 in the workspace. predicted and correction [Q, C] float32. CHUNK: 16 where keys in units
+// rows [B] u64 in the workspace. Keys of E4M3 (E4M3 1) have scales at byte scales_at of a unit. predicted and correction [Q, C] float32. CHUNK: 16 where keys in units
 // divide by it.
 // NumPy reference: hsswap.driver.host_codes.score.
 #include "codes.cuh"
+#include "e4m3.cuh"
 
 #ifndef CHUNK
 #define CHUNK 16
@@ -25,7 +26,7 @@ struct Params {
     i64 query_stride, element_stride; // bytes
     Tables tables;
     const u8* units;
-    i64 unit_bytes;
+    i64 unit_bytes, scales_at;
     const int* owner;  // [H, places], null: nothing is held
     const int* slots;  // [H, places]
     const int* pinned; // [pinned_count]
@@ -107,8 +108,18 @@ __device__ void make_weights(const Params& p, int head, int g, int slice) {
     }
 }
 
-// Eight elements of a key.
-__device__ __forceinline__ void load_eight(const u16* from, float (&values)[8]) {
+// Eight elements of a key, without its scale.
+__device__ __forceinline__ void load_eight(const u8* unit, int at, float (&values)[8]) {
+#if E4M3
+    uint2 codes = *reinterpret_cast<const uint2*>(unit + at);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 pair = e4m3_to_f16x2(static_cast<u16>((k < 2 ? codes.x : codes.y) >> (k % 2 * 16)));
+        values[2 * k] = key_to_float(static_cast<u16>(pair));
+        values[2 * k + 1] = key_to_float(static_cast<u16>(pair >> 16));
+    }
+#else
+    const u16* from = reinterpret_cast<const u16*>(unit) + at;
     if constexpr (CHUNK == 16) {
         Chunk<16> chunk;
         load_chunk(chunk, reinterpret_cast<const u8*>(from));
@@ -124,11 +135,12 @@ __device__ __forceinline__ void load_eight(const u16* from, float (&values)[8]) 
             values[k] = half_to_float(from[k]);
         }
     }
+#endif
 }
 
 // Logsumexp of the first `tokens` keys of a unit for one query [dk] in shared memory, the same in all
 // lanes. A token a pair of lanes, which take every other eight dims.
-__device__ float unit_lse(const Params& p, const float* query, const u16* keys, int tokens) {
+__device__ float unit_lse(const Params& p, const float* query, const u8* unit, int tokens) {
     float best = -INFINITE;
     float sum = 0;
     for (int first = 0; first < tokens; first += WARP / 2) {
@@ -138,7 +150,7 @@ __device__ float unit_lse(const Params& p, const float* query, const u16* keys, 
 #pragma unroll 4
             for (int i = lane_index() % 2 * 8; i < p.tables.dim; i += 16) {
                 float values[8];
-                load_eight(keys + token * p.tables.dim + i, values);
+                load_eight(unit, token * p.tables.dim + i, values);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
                     logit = fmaf(query[i + k], values[k], logit);
@@ -146,6 +158,9 @@ __device__ float unit_lse(const Params& p, const float* query, const u16* keys, 
             }
         }
         logit = (logit + __shfl_xor_sync(ALL, logit, 1)) * p.scale;
+#if E4M3
+        logit *= reinterpret_cast<const float*>(unit + p.scales_at)[min(token, tokens - 1)];
+#endif
         if (p.soft_cap > 0) {
             logit = tanhf(logit / p.soft_cap) * p.soft_cap;
         }
@@ -196,7 +211,7 @@ __device__ void exact_masses(const Params& p, int head, int column) {
     }
     // A block that is not held is NaN; no block being filled has no mass.
     float absent = column == p.pinned_count ? -INFINITE : __int_as_float(0x7fc00000);
-    const u16* keys = reinterpret_cast<const u16*>(p.units + unit * p.unit_bytes);
+    const u8* keys = p.units + unit * p.unit_bytes;
     for (int g = warp; g < p.group; g += WARPS) {
         int q = head * p.group + g;
         for (int i = lane_index(); i < p.tables.dim; i += WARP) {

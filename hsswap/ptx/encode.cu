@@ -2,13 +2,14 @@
 //
 //   codes[code_index[i], h, t, r] = bf16(sum over d of K[host_slots[i], h][t, d] * matrix[d, r])
 //
-// K [T, dk] BF16 at the start of unit h of a host slot (mapped memory); matrix [dk, rank] BF16; codes
+// K [T, dk] BF16, FP16 (FP16 1) or E4M3 (E4M3 1: scales at byte scales_at of the unit, by which the sum is
+// multiplied) at the start of unit h of a host slot (mapped memory); matrix [dk, rank] BF16; codes
 // [ids, H, T, rank] BF16, contiguous. Sums in float32, over d in order: a code does not depend on how
 // many blocks are encoded. Grid: thread blocks of THREADS take (block, head) pairs in turn; each keeps
 // the matrix in shared memory, its rows padded to COLUMNS: 2 dk rank bytes, then 2 TILE dk for a tile
 // of keys. CHUNK: 16 where the units' addresses divide by it, else 2.
 // NumPy reference: hsswap.driver.host_ops.encode.
-#include "common.cuh"
+#include "e4m3.cuh"
 
 #ifndef CHUNK
 #define CHUNK 16
@@ -20,7 +21,7 @@ struct Params {
     u16* codes;
     const int* host_slots;
     const int* code_index;
-    i64 unit_bytes, block_bytes;
+    i64 unit_bytes, block_bytes, scales_at;
     int pairs, heads, block_size, dim, rank; // pairs: n * heads
 };
 
@@ -55,10 +56,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int first = 0; first < p.block_size; first += TILE) {
             int tokens = min(TILE, p.block_size - first);
             __syncthreads(); // the last tile was read by all
+#if E4M3
+            for (int at = threadIdx.x * 2; at < tokens * p.dim; at += THREADS * 2) {
+                u16 codes = *reinterpret_cast<const u16*>(from + first * p.dim + at);
+                *reinterpret_cast<u32*>(keys + at) = e4m3_to_f16x2(codes);
+            }
+#else
             for (int at = threadIdx.x * CHUNK; at < 2 * tokens * p.dim; at += THREADS * CHUNK) {
                 auto* to_shared = reinterpret_cast<Chunk<CHUNK>*>(reinterpret_cast<u8*>(keys) + at);
                 load_chunk(*to_shared, from + 2 * first * p.dim + at);
             }
+#endif
             __syncthreads();
             int quads = padded / COLUMNS;
             for (int at = threadIdx.x; at < tokens * quads; at += THREADS) {
@@ -68,15 +76,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float sums[COLUMNS] = {};
 #pragma unroll 8
                 for (int d = 0; d < p.dim; d++) {
-                    float value = half_to_float(key[d]);
+                    float value = key_to_float(key[d]);
                     uint2 pairs = *reinterpret_cast<const uint2*>(matrix + d * padded + column);
                     sums[0] = fmaf(value, bf16_low(pairs.x), sums[0]);
                     sums[1] = fmaf(value, bf16_high(pairs.x), sums[1]);
                     sums[2] = fmaf(value, bf16_low(pairs.y), sums[2]);
                     sums[3] = fmaf(value, bf16_high(pairs.y), sums[3]);
                 }
+                float scale = 1;
+#if E4M3
+                scale = reinterpret_cast<const float*>(from + p.scales_at)[first + token];
+#endif
                 for (int k = 0; k < COLUMNS && column + k < p.rank; k++) {
-                    to[(first + token) * p.rank + column + k] = float_to_bf16(sums[k]);
+                    to[(first + token) * p.rank + column + k] = float_to_bf16(sums[k] * scale);
                 }
             }
         }

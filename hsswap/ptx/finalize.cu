@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_logsumexp(const _
     const i64 apart = p.key_stride[2];
 #else
     const u8* unit = unit_of(p, p.slots[list + entry]);
-    constexpr i64 apart = HEAD_DIM * 2;
+    constexpr i64 apart = HEAD_DIM * (E4M3 ? 1 : 2);
 #endif
     const Sight see = sight_of(p, length_of(p, s), r);
     const int first = unit ? first_token_of(p, list, entry) : NOWHERE - BLOCK;
@@ -75,9 +75,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_logsumexp(const _
     float top = NOTHING, sum = 0.f;
     for (int t = lane; t < BLOCK; t += 32) {
       if (!is_in(first + t, see)) continue;
-      const u16* key = (const u16*)(unit + t * apart);
       float x = 0.f;
+#if E4M3
+      const u8* key = unit + t * apart;
+      for (int d = 0; d < HEAD_DIM; d++) x = __fmaf_rn(half_to_float(query[d * p.query_stride[3]]), e4m3_to_float(key[d]), x);
+#if PAGES
+      x *= *(const float*)(p.key_scales + page * p.scale_stride[0] + q / GROUP * p.scale_stride[1] + t * p.scale_stride[2]);
+#else
+      x *= ((const float*)(unit + BLOCK * (HEAD_DIM + VALUE_DIM)))[t];
+#endif
+#else
+      const u16* key = (const u16*)(unit + t * apart);
       for (int d = 0; d < HEAD_DIM; d++) x = __fmaf_rn(half_to_float(query[d * p.query_stride[3]]), half_to_float(key[d]), x);
+#endif
       x *= p.scale;
 #if TRANSFORM == 2
       x = p.soft_cap * tanhf(x / p.soft_cap);

@@ -103,6 +103,7 @@ __device__ __forceinline__ void flush(const AttendParams& p, const Tile& tile, R
   clear(rows, o);
 }
 
+#if !E4M3
 __device__ __forceinline__ void load_queries(const AttendParams& p, const Shared& sh, const Tile& tile, int pair0,
                                              int sequence, int head) {
   const bool whole = p.query_stride[3] == 1 && ((u64)p.queries | 2 * (u64)(p.query_stride[0] | p.query_stride[1] | p.query_stride[2])) % 16 == 0;
@@ -126,3 +127,4 @@ __device__ __forceinline__ void load_queries(const AttendParams& p, const Shared
                  : "memory");
   }
 }
+#endif

@@ -6,6 +6,10 @@ struct Shared {
   u64* source;     // [2][LEAF]: a token's unit, or page
   int* position;   // [2][LEAF]: NOWHERE where no row of the tile sees the token
   const u8* any;   // an address that may be read
+#if E4M3
+  float* scales;       // [2][2][LEAF]: a token's K, and V
+  float* query_scale;  // [TILE]
+#endif
 };
 
 struct Tile {
@@ -36,6 +40,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+#if E4M3
+template <int DIM, int PAD, bool VALUES>
+__device__ __forceinline__ void load_rows(const AttendParams& p, u32 to, const Shared& sh, int leaf, Sight see);
+__device__ __forceinline__ float scale_of(const AttendParams& p, bool values, u64 unit, int inside);
+#else
 // Rows of K or V of a leaf; zero for tokens outside `see` and in the padding of the dim.
 template <int DIM, int PAD, bool VALUES>
 __device__ __forceinline__ void load_rows(const AttendParams& p, u32 to, const Shared& sh, int leaf, Sight see) {
@@ -58,6 +67,7 @@ __device__ __forceinline__ void load_rows(const AttendParams& p, u32 to, const S
     copy16(to + token * (PAD + 8) * 2 + chunk * 16, from, valid);
   }
 }
+#endif
 
 // What a leaf's tokens are to the rows of a tile.
 enum { SOME_SEEN = 1, NOT_WHOLE = 2, MIXED = 4 };  // MIXED: some are seen by some rows and not by others
@@ -82,6 +92,11 @@ __device__ __forceinline__ int plan_leaf(const AttendParams& p, const Shared& sh
   }
   const bool some = is_in(position, tile.all), every = is_in(position, tile.every);
   sh.position[at] = some ? position : NOWHERE;
+#if E4M3
+  float* scales = sh.scales + (leaf & 1) * 2 * LEAF + threadIdx.x;
+  scales[0] = some ? scale_of(p, false, sh.source[at], (int)(token % BLOCK)) : 0.f;
+  scales[LEAF] = some ? scale_of(p, true, sh.source[at], (int)(token % BLOCK)) : 0.f;
+#endif
   return (__syncthreads_or(some) ? SOME_SEEN : 0) | (__syncthreads_and(every) ? 0 : NOT_WHOLE) |
          (__syncthreads_or(some && !every) ? MIXED : 0);
 }

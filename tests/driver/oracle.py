@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,11 @@ FLOOR_F16 = 2.0**-12
 """The same of FP16."""
 
 
-def decode(codes: U16) -> F64:
+def decode(codes: NDArray[Any]) -> F64:
     """BF16 codes as float64: sign, exponent of 8 bits biased by 127, 7 bits of fraction. Float16
-    is taken as it is.
+    and float64 are taken as they are.
     """
-    if codes.dtype == np.float16:
+    if codes.dtype in (np.float16, np.float64):
         return codes.astype(np.float64)
     numbers = codes.astype(np.int64)
     exponent, fraction = (numbers >> 7) & 0xFF, numbers & 0x7F
@@ -88,7 +89,9 @@ def relative_error(got: F64, wanted: F64) -> float:
     return 0.0 if off == 0 else math.inf if size == 0 else off / size
 
 
-def attend(queries: U16, keys: U16, values: U16, length: int, heads: Heads) -> Reference:
+def attend(
+    queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], length: int, heads: Heads
+) -> Reference:
     """Attention of rows ``[R, Q, dk]``, the last of which sees ``length`` tokens.
 
     ``keys`` ``[tokens, H, dk]`` and ``values`` ``[tokens, H, dv]``.

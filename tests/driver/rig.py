@@ -22,6 +22,8 @@ from hsswap.driver.operations import (
     UnitPool,
 )
 from hsswap.driver.tensor import Tensor, tensor_in
+from tests import e4m3_oracle
+from tests.driver import oracle
 
 U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
@@ -48,15 +50,24 @@ def random_codes(
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def unit_bytes(group: LayerGroup, block_size: int) -> int:
+    """K, V, their scales in E4M3, and aux."""
+    elements = block_size * (group.head_dim + group.value_dim)
+    if group.kv_dtype == "e4m3":
+        return elements + 4 * 2 * block_size + group.aux_bytes
+    return 2 * elements + group.aux_bytes
+
+
 @dataclass(frozen=True)
 class Cache:
-    """K ``[S, tokens, H, dk]`` and V ``[S, tokens, H, dv]`` and the units that hold them.
+    """K ``[S, tokens, H, dk]`` and V ``[S, tokens, H, dv]`` and the units that hold them; of E4M3
+    the float64 numbers that codes and scales stand for.
 
     ``slots`` ``[S, H, B]``. Unwritten tokens and unused slots of the pool are NaN.
     """
 
-    keys: U16
-    values: U16
+    keys: NDArray[Any]
+    values: NDArray[Any]
     units: UnitPool
     slots: I32
 
@@ -108,13 +119,12 @@ class Rig(Closeable):
 
     def units(self, group: LayerGroup, block_size: int, slots: int, fill: int = 0) -> UnitPool:
         """A pool of units, all bytes of it ``fill``."""
-        nbytes = block_size * (group.head_dim + group.value_dim) * 2 + group.aux_bytes
+        nbytes = unit_bytes(group, block_size)
         return UnitPool(self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size)
 
     def blocks(self, group: LayerGroup, block_size: int, slots: int, fill: int = 0) -> BlockPool:
         """A pool of blocks, all bytes of it ``fill``."""
-        unit = block_size * (group.head_dim + group.value_dim) * 2 + group.aux_bytes
-        nbytes = -(-group.kv_heads * unit // 4096) * 4096
+        nbytes = -(-group.kv_heads * unit_bytes(group, block_size) // 4096) * 4096
         return BlockPool(self.tensor(np.full((slots, nbytes), fill, np.uint8)), group, block_size)
 
     def cache(
@@ -131,30 +141,35 @@ class Rig(Closeable):
         heads, count = group.kv_heads, len(tokens)
         keys = random_codes(rng, (count, most, heads, group.head_dim), key_scale, group.dtype)
         values = random_codes(rng, (count, most, heads, group.value_dim), 1.0, group.dtype)
+        parts: list[NDArray[Any]] = [keys, values]
+        if group.kv_dtype == "e4m3":
+            halves = [e4m3_oracle.quantised(oracle.decode(part)) for part in parts]
+            parts = [*(codes for codes, _ in halves), *(scales[..., None] for _, scales in halves)]
+            keys, values = (e4m3_oracle.numbers(*half) for half in halves)
         blocks = -(-most // block_size)
         pool_slots = count * heads * blocks + 3
         order = rng.permutation(pool_slots).astype(np.int32)
         slots = np.full((count, heads, blocks), -1, np.int32)
-        content = np.full(
-            (pool_slots, self.units(group, block_size, 1).memory.shape[1] // 2), NAN_CODE, np.uint16
-        )
-        cut = block_size * group.head_dim
+        content = np.full((pool_slots, unit_bytes(group, block_size) // 2), NAN_CODE, np.uint16)
+        content_bytes = content.view(np.uint8)
         taken = iter(order)
         for s, length in enumerate(tokens):
             for h in range(heads):
                 for b in range(-(-length // block_size)):
                     slots[s, h, b] = slot = next(taken)
                     rows = slice(b * block_size, min(length, (b + 1) * block_size))
-                    for start, source in ((0, keys), (cut, values)):
-                        flat = source[s, rows, h].ravel().view(np.uint16)
-                        content[slot, start : start + len(flat)] = flat
+                    start = 0
+                    for source in parts:
+                        flat = source[s, rows, h].ravel().view(np.uint8)
+                        content_bytes[slot, start : start + len(flat)] = flat
+                        start += block_size * source.shape[3] * source.itemsize
         memory = self.tensor(content.view(np.uint8))
         return Cache(keys, values, UnitPool(memory, group, block_size), slots)
 
     def attend(
         self,
         cache: Cache,
-        queries: U16,
+        queries: NDArray[Any],
         lengths: list[int],
         *,
         tile_spans: int | None = None,

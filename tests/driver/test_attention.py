@@ -38,7 +38,9 @@ class Case:
         )
 
 
-def random_case(rig: Rig, seed: int, *, rows: int | None = None, scale: float = 1.0) -> Case:
+def random_case(
+    rig: Rig, seed: int, *, rows: int | None = None, scale: float = 1.0, kv_dtype: str = ""
+) -> Case:
     """Odd shapes: everything drawn from the seed but what is given."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.integers(1, 5))
@@ -51,7 +53,8 @@ def random_case(rig: Rig, seed: int, *, rows: int | None = None, scale: float = 
         window=int(rng.integers(1, 500)) if rng.random() < 0.3 else None,
         soft_cap=float(rng.uniform(1, 30)) if rng.random() < 0.3 else None,
         scale=float(rng.uniform(0.02, 0.4)) if rng.random() < 0.3 else None,
-        aux_bytes=int(rng.choice([0, 0, 6])),
+        aux_bytes=int(rng.choice([0, 0, 8 if kv_dtype else 6])),
+        kv_dtype=kv_dtype,
     )
     block_size = 1 << int(rng.integers(0, 9))
     longest = 300 if block_size < 4 else 800
@@ -61,6 +64,13 @@ def random_case(rig: Rig, seed: int, *, rows: int | None = None, scale: float = 
         rows = int(rng.integers(1, 10 if group.q_heads < 20 else 4))
     queries = random_codes(rng, (len(lengths), rows, group.q_heads, group.head_dim))
     return Case(cache, queries, lengths)
+
+
+def seeds(first: int, end: int) -> list[tuple[int, str]]:
+    """Seeds of caches of 16 bits an element, and half as many of E4M3."""
+    return [(seed, "") for seed in range(first, end)] + [
+        (seed, "e4m3") for seed in range(first, end, 2)
+    ]
 
 
 def plain_case(rig: Rig, tokens: list[int], rows: int, **changes: int) -> Case:
@@ -76,9 +86,9 @@ def run(rig: Rig, case: Case, tile_spans: int | None = None) -> Attended:
     return rig.attend(case.cache, case.queries, case.lengths, tile_spans=tile_spans)
 
 
-@pytest.mark.parametrize("seed", range(48))
-def test_random_shapes_keep_promise_1(rig: Rig, seed: int) -> None:
-    case = random_case(rig, seed, scale=[1.0, 1.0, 4.0, 0.0][seed % 4])
+@pytest.mark.parametrize(("seed", "kv_dtype"), seeds(0, 48))
+def test_random_shapes_keep_promise_1(rig: Rig, seed: int, kv_dtype: str) -> None:
+    case = random_case(rig, seed, scale=[1.0, 1.0, 4.0, 0.0][seed % 4], kv_dtype=kv_dtype)
     got = rig.attend(case.cache, case.queries, case.lengths, block_lse=True)
     assert got.block_lse is not None
     block_size = case.cache.units.block_size
@@ -97,18 +107,18 @@ def test_random_shapes_keep_promise_1(rig: Rig, seed: int) -> None:
         np.testing.assert_allclose(got.block_lse[s], block_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(100, 124))
-def test_random_shapes_do_not_depend_on_tiles(rig: Rig, seed: int) -> None:
-    case = random_case(rig, seed)
+@pytest.mark.parametrize(("seed", "kv_dtype"), seeds(100, 124))
+def test_random_shapes_do_not_depend_on_tiles(rig: Rig, seed: int, kv_dtype: str) -> None:
+    case = random_case(rig, seed, kv_dtype=kv_dtype)
     whole = run(rig, case)
     assert run(rig, case, tile_spans=1).bits() == whole.bits()
     assert run(rig, case, tile_spans=2).bits() == whole.bits()
 
 
-@pytest.mark.parametrize("seed", range(200, 224))
-def test_rows_alone_equal_rows_together(rig: Rig, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kv_dtype"), seeds(200, 224))
+def test_rows_alone_equal_rows_together(rig: Rig, seed: int, kv_dtype: str) -> None:
     """Any batch, any neighbours, any chunking: each row as if it had been alone."""
-    case = random_case(rig, seed, rows=11)
+    case = random_case(rig, seed, rows=11, kv_dtype=kv_dtype)
     together = run(rig, case)
     for s, length in enumerate(case.lengths):
         only = replace(case.cache, slots=case.cache.slots[s : s + 1])
@@ -123,9 +133,11 @@ def test_rows_alone_equal_rows_together(rig: Rig, seed: int) -> None:
             assert alone.weighted[0].tobytes() == together.weighted[s, first:last].tobytes()
 
 
-@pytest.mark.parametrize("seed", range(300, 312))
-def test_a_list_of_all_blocks_equals_the_contiguous_call(rig: Rig, seed: int) -> None:
-    case = random_case(rig, seed)
+@pytest.mark.parametrize(("seed", "kv_dtype"), seeds(300, 312))
+def test_a_list_of_all_blocks_equals_the_contiguous_call(
+    rig: Rig, seed: int, kv_dtype: str
+) -> None:
+    case = random_case(rig, seed, kv_dtype=kv_dtype)
     shape = case.cache.slots.shape
     positions = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy()
     listed = rig.attend(case.cache, case.queries, case.lengths, positions=positions)

@@ -26,10 +26,27 @@ from hsswap.driver.codes_operations import (
 from hsswap.driver.operations import UnitCache
 from hsswap.errors import ArgumentError
 from hsswap.halves import widen
+from tests import e4m3_oracle
+from tests.driver import oracle
 from tests.driver.rig import Rig, random_codes
 
 F64 = np.float64
 Array = NDArray[np.float64]
+
+
+def put_keys(
+    group: LayerGroup, units: NDArray[np.uint8], at: Any, keys: NDArray[Any]
+) -> NDArray[F64]:
+    """Write keys ``[..., T, dk]`` into units ``[..., unit_bytes]`` at an index; what they are."""
+    size = keys.shape[-2]
+    raw = keys.view(np.uint8)
+    if group.kv_dtype == "e4m3":
+        raw, scales = e4m3_oracle.quantised(oracle.decode(keys))
+        start = size * (group.head_dim + group.value_dim)
+        units[at, ..., start : start + 4 * size] = scales.view(np.uint8)
+    flat = raw.reshape(*raw.shape[:-2], -1)
+    units[at, ..., : flat.shape[-1]] = flat
+    return e4m3_oracle.numbers(raw, scales) if group.kv_dtype == "e4m3" else oracle.decode(keys)
 
 
 class Case:
@@ -44,11 +61,10 @@ class Case:
         self.codecs = tuple(self._codec(dim, n) for n in planes)
         self.pool = rig.blocks(group, size, blocks + 3, fill=0xFF)
         self.slots = self.rng.permutation(blocks + 3)[:blocks].astype(np.int32)
-        self.keys = random_codes(self.rng, (blocks, heads, size, dim), dtype=group.dtype)
-        unit = self.pool.unit_bytes // 2
-        memory = self.pool.memory.array()[:, : 2 * heads * unit].view(np.uint16)
-        memory = memory.reshape(-1, heads, unit)
-        memory[self.slots, :, : size * dim] = self.keys.view(np.uint16).reshape(blocks, heads, -1)
+        keys = random_codes(self.rng, (blocks, heads, size, dim), dtype=group.dtype)
+        unit = self.pool.unit_bytes
+        memory = self.pool.memory.array()[:, : heads * unit].reshape(-1, heads, unit)
+        self.keys = put_keys(group, memory, self.slots, keys)
         self.index = self.rng.permutation(2 * PAGE_BLOCKS)[:blocks].astype(np.int32)
         shape = (PAGE_BLOCKS, row_bytes_of(self.codecs, size))
         pages = tuple(rig.tensor(np.full(shape, 0xA5, np.uint8)) for _ in range(2))
@@ -156,6 +172,8 @@ GROUPS = [
     (LayerGroup(1, 2, 2, 8), 1, [1, 3]),
     (LayerGroup(1, 10, 2, 256, soft_cap=5.0), 64, [20, 1]),
     (LayerGroup(1, 4, 2, 40, dtype="f16"), 16, [2, 3]),
+    (LayerGroup(1, 8, 2, 128, kv_dtype="e4m3"), 16, [5, 3]),
+    (LayerGroup(1, 6, 3, 24, value_dim=8, kv_dtype="e4m3", dtype="f16"), 8, [1, 2, 5]),
 ]
 
 
@@ -166,7 +184,7 @@ def test_codes_are_those_of_the_keys(
     case = Case(rig, group, size, 41, planes)
     case.encode()
     for head, own in enumerate(case.codecs):
-        keys = widen(case.keys[:, head], group.dtype).astype(F64)
+        keys = case.keys[:, head]
         exact = keys @ own.encode.astype(F64) + own.bias
         levels = codec.unpack(own, case.stored(head))
         top = 2.0**own.bits - 1
@@ -211,18 +229,20 @@ def test_permuting_blocks_permutes_scores(rig: Rig) -> None:
     assert np.allclose(case.score(again), scores[:, order], atol=1e-5)
 
 
-def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
-    group = LayerGroup(1, 4, 2, 32)
+@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+def test_residents_count_with_their_exact_logits(rig: Rig, kv_dtype: str) -> None:
+    group = LayerGroup(1, 4, 2, 32, kv_dtype=kv_dtype)
     case = Case(rig, group, 16, 20, [3, 2])
     case.encode()
-    keys = random_codes(case.rng, (3, 2, 16, 32))
-    content = case.units.memory.array().view(np.uint16)
+    rows, keys = random_codes(case.rng, (3, 2, 16, 32)), np.empty((3, 2, 16, 32))
+    content = case.units.memory.array()
     slots = np.array([[5, 0, 3], [1, 7, 2]], np.int32)
     for head in range(2):
         for place in range(3):
-            tokens = 16 if place < 2 else 9  # the last is being filled: NaN behind
-            flat = keys[place, head, :tokens].ravel()
-            content[slots[head, place], : len(flat)] = flat
+            keys[place, head] = put_keys(group, content, slots[head, place], rows[place, head])
+    # The last is being filled: NaN behind its 9 tokens.
+    item = 1 if kv_dtype == "e4m3" else 2
+    content[slots[:, 2], 9 * 32 * item : 16 * 32 * item] = 0xFF
     # Head 1 does not hold block 13, which then counts by its codes.
     owner = np.array([[13, -1, 0, 4], [-1, 0, 6, 19]], np.int32)
     places = np.array([[slots[0, 1], 4, slots[0, 0], 6], [4, slots[1, 0], 4, 4]], np.int32)
@@ -235,7 +255,7 @@ def test_residents_count_with_their_exact_logits(rig: Rig) -> None:
     queries = work.queries.array()
     mass = case.log_mass(queries)
     q = bf16.to_float32(queries).astype(F64).reshape(2, 2, 32)
-    logits = np.einsum("hgd,phtd->hgpt", q, bf16.to_float32(keys).astype(F64)) * 32**-0.5
+    logits = np.einsum("hgd,phtd->hgpt", q, keys) * 32**-0.5
     logits[:, :, 2, 9:] = -np.inf
     exact = _lse(logits).reshape(4, 3)
     mass[:, 0] = exact[:, 0]

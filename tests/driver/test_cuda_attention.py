@@ -27,6 +27,8 @@ GROUPS = {
     "window": LayerGroup(1, 8, 2, 128, window=700),
     "scale": LayerGroup(1, 8, 2, 128, scale=0.9),
     "aux": LayerGroup(1, 4, 2, 64, aux_bytes=16),
+    "e4m3": LayerGroup(1, 32, 8, 128, kv_dtype="e4m3"),
+    "e4m3 64": LayerGroup(1, 9, 3, 64, kv_dtype="e4m3", window=700),
 }
 SPAN_BLOCKS = 64
 
@@ -82,7 +84,7 @@ def test_decode_is_exact(rig: Rig, name: str, key_scale: float) -> None:
         np.testing.assert_allclose(got.lse[s], wanted.lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "smol", "window"])
+@pytest.mark.parametrize("name", ["llama", "smol", "window", "e4m3", "e4m3 64"])
 def test_batches_tiles_and_lists_change_no_bit(rig: Rig, name: str) -> None:
     """Ragged sequences together (whole spans a warp) and alone (spans or leaves shared out)."""
     group = GROUPS[name]
@@ -105,7 +107,7 @@ def test_batches_tiles_and_lists_change_no_bit(rig: Rig, name: str) -> None:
 
 
 @pytest.mark.parametrize("missing", range(1, 16))
-@pytest.mark.parametrize("name", ["llama", "smol", "window"])
+@pytest.mark.parametrize("name", ["llama", "smol", "window", "e4m3 64"])
 def test_a_leaf_that_misses_a_few_tokens(rig: Rig, name: str, missing: int) -> None:
     """There some lanes of a warp see all their tokens and others do not: their steps stay one's.
 

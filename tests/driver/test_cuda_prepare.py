@@ -37,6 +37,7 @@ from hsswap.driver.tensor import Tensor
 
 SPAN = cuda_attention.SPAN_TOKENS
 LLAMA, SMOL = LayerGroup(1, 32, 8, 128), LayerGroup(1, 9, 3, 64)
+FP8 = LayerGroup(1, 32, 8, 128, kv_dtype="e4m3")
 HOPPER, AMPERE, SMALL = ((9, 0), 132, 232448), ((8, 0), 108, 166912), ((12, 0), 24, 101376)
 
 
@@ -151,7 +152,7 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("facts", [HOPPER, AMPERE, SMALL], ids=["hopper", "ampere", "small"])
-@pytest.mark.parametrize("group", [LLAMA, SMOL], ids=["llama", "smol"])
+@pytest.mark.parametrize("group", [LLAMA, SMOL, FP8], ids=["llama", "smol", "e4m3"])
 @pytest.mark.parametrize("ranked", [False, True], ids=["exact", "top-k"])
 def test_every_size_of_a_decode_is_prepared(
     facts: tuple[tuple[int, int], int, int], group: LayerGroup, ranked: bool
@@ -177,6 +178,7 @@ def groups(draw: st.DrawFn) -> LayerGroup:
     """Any dims, often those that have kernels of their own."""
     heads = draw(st.integers(1, 9))
     dim = draw(st.sampled_from((64, 128, 128)) | st.integers(1, 32).map(lambda n: 8 * n))
+    kv_dtype = draw(st.sampled_from(("", "", "e4m3")))
     value_dim = draw(st.sampled_from((dim, dim, dim, 40, 256)))
     return LayerGroup(
         1,
@@ -188,7 +190,8 @@ def groups(draw: st.DrawFn) -> LayerGroup:
         window=draw(st.sampled_from((None, None, 100))),
         scale=draw(st.sampled_from((None, None, -1.0))),
         soft_cap=draw(st.sampled_from((None, None, 30.0))),
-        aux_bytes=draw(st.sampled_from((0, 0, 2, 16))),
+        aux_bytes=draw(st.sampled_from((0, 0, 8 if kv_dtype else 2, 16))),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -35,8 +35,9 @@ class Fetched:
         rng = np.random.default_rng(seed)
         heads, size = int(rng.integers(1, 5)), 1 << int(rng.integers(0, 5))
         dims = [8 * int(n) for n in rng.integers(1, 20, 2)]
-        aux = int(rng.choice([0, 10]))
-        group = LayerGroup(1, heads, heads, dims[0], dims[1], aux_bytes=aux)
+        kv_dtype = "e4m3" if seed % 3 == 0 else "bf16"
+        aux = int(rng.choice([0, 10])) and (8 if kv_dtype == "e4m3" else 10)
+        group = LayerGroup(1, heads, heads, dims[0], dims[1], aux_bytes=aux, kv_dtype=kv_dtype)
         count, places, tail = (int(n) for n in rng.integers((0, 0, 0), (300, 40, 4)))
         places += count
         blocks = count + int(rng.integers(0, 50))

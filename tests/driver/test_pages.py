@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ GROUPS = [
     LayerGroup(1, 9, 3, 24, 40, soft_cap=5.0),
     LayerGroup(1, 8, 2, 128, window=200),
     LayerGroup(1, 4, 4, 64, dtype="f16"),
+    LayerGroup(1, 4, 2, 64, kv_dtype="e4m3"),
+    LayerGroup(1, 6, 2, 24, 40, dtype="f16", kv_dtype="e4m3", window=300),
 ]
 # Axes of [pages, tokens, heads, dim] in the order they lie in memory.
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3), "heads first": (2, 0, 1, 3)}
@@ -30,11 +33,21 @@ def pages_of(rig: Rig, cache: Cache, layout: tuple[int, ...], seed: int = 1) -> 
     count = sequences * blocks + 2
     order = np.random.default_rng(seed).permutation(count).astype(np.int32)
     slots = np.full(cache.slots.shape, -1, np.int32)
-    units = cache.units.memory.array().view(np.uint16)
+    is_e4m3 = group.kv_dtype == "e4m3"
+    dtype: type = np.uint8 if is_e4m3 else np.float16 if group.dtype == "f16" else np.uint16
+    kinds: list[tuple[type, str, tuple[int, ...]]] = [
+        (dtype, group.kv_dtype, (group.head_dim,)),
+        (dtype, group.kv_dtype, (group.value_dim,)),
+    ]
+    kinds += [(np.float32, "f32", ())] * 2 if is_e4m3 else []
+    units = cache.units.memory.array()
     parts: list[Tensor] = []
-    cut = size * group.head_dim
-    for start, dim in ((0, group.head_dim), (cut, group.value_dim)):
-        content = np.full((count, size, heads, dim), NAN_CODE, np.uint16)
+    start = 0
+    for item, name, dims in kinds:
+        shape = (count, size, heads, *dims)
+        content = np.empty(shape, item)
+        content.view(np.uint8)[...] = 0xFF  # NaN of every format
+        nbytes = size * content[0, 0, 0].nbytes
         for s in range(sequences):
             for b in range(blocks):
                 if (cache.slots[s, :, b] < 0).all():
@@ -42,17 +55,16 @@ def pages_of(rig: Rig, cache: Cache, layout: tuple[int, ...], seed: int = 1) -> 
                 page = order[s * blocks + b]
                 slots[s, :, b] = page
                 for h in range(heads):
-                    unit = units[cache.slots[s, h, b], start : start + size * dim]
-                    content[page, :, h] = unit.reshape(size, dim)
-        turned = rig.tensor(np.ascontiguousarray(content.transpose(layout)).view(cache.keys.dtype))
-        shape = tuple(content.shape)
-        strides = [0, 0, 0, 0]
-        for axis, stride in zip(layout, turned.strides, strict=True):
+                    unit = units[cache.slots[s, h, b], start : start + nbytes]
+                    content[page, :, h] = unit.view(item).reshape(size, *dims)
+        start += nbytes
+        order_of_axes = [axis for axis in layout if axis < content.ndim]
+        turned = rig.tensor(np.ascontiguousarray(content.transpose(order_of_axes)))
+        strides = [0] * content.ndim
+        for axis, stride in zip(order_of_axes, turned.strides, strict=True):
             strides[axis] = stride
-        parts.append(
-            Tensor(turned.address, shape, tuple(strides), group.dtype, False, turned.owner)
-        )
-    return PagePool(parts[0], parts[1], group), slots
+        parts.append(Tensor(turned.address, shape, tuple(strides), name, False, turned.owner))
+    return PagePool(parts[0], parts[1], group, *parts[2:]), slots
 
 
 def attend(
@@ -140,3 +152,23 @@ def test_pages_that_cannot_be_read_are_refused(rig: Rig) -> None:
     for wrong, table, message in bad:
         with pytest.raises(ArgumentError, match=message):
             attend(rig, wrong, table, queries, [40])
+
+
+def test_pages_of_e4m3_with_one_scale_for_all(rig: Rig) -> None:
+    """An array broadcast to the shape: its strides are 0."""
+    group = GROUPS[4]
+    rng = np.random.default_rng(5)
+    cache = rig.cache(rng, group, 16, [100])
+    queries = random_codes(rng, (1, 1, group.q_heads, group.head_dim))
+    pool, slots = pages_of(rig, cache, LAYOUTS["NHD"])
+    shape = pool.keys.shape[:3]
+    whole = [rig.tensor(np.full(shape, scale, np.float32)) for scale in (0.25, 3.0)]
+    one = [rig.tensor(np.array([scale], np.float32)) for scale in (0.25, 3.0)]
+    broad = [Tensor(t.address, shape, (0, 0, 0), "f32", False, t.owner) for t in one]
+    wanted, got = (
+        attend(rig, replace(pool, key_scales=k, value_scales=v), slots, queries, [100])
+        for k, v in (whole, broad)
+    )
+    assert got == wanted
+    with pytest.raises(ArgumentError, match=r"units\.value_scales is None; E4M3 comes with"):
+        attend(rig, replace(pool, value_scales=None), slots, queries, [100])
