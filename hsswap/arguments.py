@@ -93,11 +93,21 @@ def checked_length(length: object, longest: int, *, what: str = "length", least:
     return int(length)  # type: ignore[call-overload, no-any-return]
 
 
+def checked_choice(value: object, what: str) -> bool | None:
+    """True, False or None, NumPy's too. Raises ArgumentError naming ``what``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise ArgumentError(f"{what} is {value!r}; give True, False or None")
+
+
 def checked_layer(layer: object, layers: int) -> int:
     """A layer of the model. Raises ArgumentError."""
-    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < layers:
+    whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
+    if not whole or not 0 <= layer < layers:  # type: ignore[operator]
         raise ArgumentError(f"layer is {layer!r}; it must be 0 to {layers - 1}")
-    return layer
+    return int(layer)  # type: ignore[call-overload, no-any-return]
 
 
 def block_tensor(

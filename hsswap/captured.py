@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsswap.arguments import checked_length, checked_rows, leading
+from hsswap.arguments import checked_choice, checked_layer, checked_length, checked_rows, leading
 from hsswap.captured_layer import CapturedLayer, TableMemory
 from hsswap.captured_top_k import CapturedTopK
 from hsswap.driver.base import Buffer, Stream
@@ -96,6 +96,7 @@ class CapturedSteps:
         """
         with self._swap.lock:
             captured = self._layer(layer)
+            exactly = checked_choice(exact, "exact")
             pool = captured.cache.pool
             group, count = pool.group, leading(queries, "queries")
             self._check_rows(count)
@@ -108,7 +109,7 @@ class CapturedSteps:
             pool.check_reachable(taken_out, "out")
             assert self._state is not None
             state = state_in(self._state, group, count)
-            use = CapturedLayer.attend if exact or count > 1 else type(captured).attend
+            use = CapturedLayer.attend if exactly or count > 1 else type(captured).attend
             use(captured, self._swap.stream_of(stream), self.length, taken, state, taken_out)
 
     def left_out_mass(self, layer: int) -> Tensor | None:
@@ -119,9 +120,10 @@ class CapturedSteps:
         return captured.left_out if isinstance(captured, CapturedTopK) else None
 
     def advance(self, rows: int, *, stream: object | None = None) -> None:
-        """Count ``rows`` more tokens: the end of a step."""
+        """Count ``rows`` more tokens, or fewer: the end of a step."""
         with self._swap.lock:
             self._check_open()
+            rows = checked_length(rows, self._rows, what="rows", least=-self.most_length)
             self._swap.check_open()
             copy = CopyWork(self.length, self.length, rows)
             self._swap.device.copy_words(self._swap.stream_of(stream), copy)
@@ -167,9 +169,7 @@ class CapturedSteps:
     def _layer(self, layer: int) -> CapturedLayer:
         self._check_open()
         self._swap.check_open()
-        if not isinstance(layer, int) or not 0 <= layer < len(self._layers):
-            raise ArgumentError(f"layer is {layer!r}; it must be 0 to {len(self._layers) - 1}")
-        return self._layers[layer]
+        return self._layers[checked_layer(layer, len(self._layers))]
 
     def _check_rows(self, count: int) -> None:
         if count > self._rows:

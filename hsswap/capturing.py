@@ -68,8 +68,7 @@ class Capturing(Reusing):
         with self._exclusive("captured"):
             longest = self._swap.config.capacity_blocks * self._swap.config.dims.block_size
             tokens = checked_length(tokens, longest, what="tokens")
-            if not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
-                raise ArgumentError(f"rows is {rows!r}; a captured step has 1 to {MOST_ROWS}")
+            rows = checked_length(rows, MOST_ROWS, what="rows", least=1)
             before = _Before(len(self.ids), self._reservation.counts())
             with self._all_or_nothing():
                 steps, held = await self._open_steps(tokens, rows, raw_stream)

@@ -11,9 +11,14 @@ from hsswap.dims import SPAN_TOKENS as SPAN_TOKENS
 from hsswap.dims import LayerGroup as LayerGroup
 from hsswap.dims import ModelDims as ModelDims
 from hsswap.predictor_config import PredictorConfig as PredictorConfig
-from hsswap.validation import integer as _integer
-from hsswap.validation import require as _require
-from hsswap.validation import require_integers as _require_integers
+from hsswap.validation import (
+    integer,
+    require,
+    require_flags,
+    require_integers,
+    require_kind,
+    require_words,
+)
 
 
 @dataclass(frozen=True)
@@ -56,31 +61,29 @@ class SwapConfig:
     disk_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        known = isinstance(self.dims, ModelDims)
-        _require(known, f"dims is a {type(self.dims).__name__}; give ModelDims")
-        known = self.predictor is None or isinstance(self.predictor, PredictorConfig)
-        kind = type(self.predictor).__name__
-        _require(known, f"predictor is a {kind}; give a PredictorConfig or None")
-        for name in ("device", "io", "fingerprint"):
-            value = getattr(self, name)
-            _require(isinstance(value, str), f"{name} is {value!r}; give a name")
+        require_kind(self.dims, ModelDims, "dims", "ModelDims")
+        kinds = (PredictorConfig, type(None))
+        require_kind(self.predictor, kinds, "predictor", "a PredictorConfig or None")
+        require_kind(self.directory, (str, Path, type(None)), "directory", "a path or None")
+        require_words(self, ("device", "io", "fingerprint"))
+        require_flags(self, ("look_ahead", "persist"))
         if self.disk_bytes is not None:
-            _require_integers(self, ("disk_bytes",))
-            _require(self.disk_bytes > 0, f"disk_bytes is {self.disk_bytes}; give 1 or more")
-        _require(
+            require_integers(self, ("disk_bytes",))
+            require(self.disk_bytes > 0, f"disk_bytes is {self.disk_bytes}; give 1 or more")
+        require(
             not self.persist or self.directory is not None or self.io == "memory",
             "persist needs a directory that stays; give SwapConfig(directory=...)",
         )
-        _require_integers(self, tuple(f.name for f in fields(self) if f.type == "int"))
-        _require(
+        require_integers(self, tuple(f.name for f in fields(self) if f.type == "int"))
+        require(
             self.capacity_tokens >= 1,
             f"capacity_tokens is {self.capacity_tokens}; give 1 or more",
         )
-        _require(
+        require(
             self.capacity_blocks < 1 << 32,
             f"capacity_tokens is {self.capacity_tokens}: more blocks than ids (2**32)",
         )
-        _require(
+        require(
             self.tile_tokens >= SPAN_TOKENS and self.tile_tokens % SPAN_TOKENS == 0,
             f"tile_tokens is {self.tile_tokens}; it must be a multiple of {SPAN_TOKENS}",
         )
@@ -89,14 +92,14 @@ class SwapConfig:
         heads = max(group.kv_heads for group in self.dims.groups)
         for name in ("device_slots", "host_slots"):
             value = getattr(self, name)
-            _require(
+            require(
                 value * heads < 1 << 31,
                 f"{name} is {value}: more units than slot numbers have (2**31)",
             )
-        _require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; give 1 or more")
-        _require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; give 1 to 64")
+        require(self.max_sequences >= 1, f"max_sequences is {self.max_sequences}; give 1 or more")
+        require(1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; give 1 to 64")
         need = self.min_device_slots
-        _require(
+        require(
             self.device_slots >= need,
             f"device_slots is {self.device_slots}; {need} are needed: a ring of two tiles of "
             f"{self.tile_blocks} blocks in each of {len(self.dims.groups)} layer group(s) and one "
@@ -104,7 +107,7 @@ class SwapConfig:
             "sequence(s)",
         )
         need = self.min_host_slots
-        _require(
+        require(
             self.host_slots >= need,
             f"host_slots is {self.host_slots}; {need} are needed: two tiles of "
             f"{self.tile_blocks} blocks in each of {len(self.dims.groups)} layer group(s)",
@@ -183,11 +186,13 @@ class SwapConfig:
         to 2,048 tokens whose ring is at most half of either tier. Raises ConfigError, with the
         bytes needed, when not even the smallest tile fits.
         """
-        tokens, max_sequences = _integer(tokens, "tokens"), _integer(max_sequences, "max_sequences")
-        device_bytes = _integer(device_bytes, "device_bytes")
-        host_bytes = _integer(host_bytes, "host_bytes")
-        _require(tokens >= 1, f"tokens is {tokens}; give 1 or more")
-        _require(max_sequences >= 1, f"max_sequences is {max_sequences}; give 1 or more")
+        require_kind(dims, ModelDims, "dims", "ModelDims")
+        require_kind(device, str, "device", "a name")
+        tokens, max_sequences = integer(tokens, "tokens"), integer(max_sequences, "max_sequences")
+        device_bytes = integer(device_bytes, "device_bytes")
+        host_bytes = integer(host_bytes, "host_bytes")
+        require(tokens >= 1, f"tokens is {tokens}; give 1 or more")
+        require(max_sequences >= 1, f"max_sequences is {max_sequences}; give 1 or more")
         span_tokens = SPAN_TOKENS if device == "host" else CUDA_SPAN_TOKENS
         ring = 2 * (span_tokens // dims.block_size) * len(dims.groups)
         active = max_sequences * dims.layers
@@ -198,13 +203,13 @@ class SwapConfig:
             tile_tokens=span_tokens, device=device,
         )  # fmt: skip
         need = (ring + active) * unit_slot_bytes + least.code_bytes
-        _require(
+        require(
             device_bytes >= need,
             f"device_bytes is {device_bytes}; give {need} or more: a ring of {ring} blocks, "
             f"{active} being filled, and {least.code_bytes} bytes of codes",
         )
         need = ring * host_slot_bytes
-        _require(
+        require(
             host_bytes >= need,
             f"host_bytes is {host_bytes}; give {need} or more: two tiles of {span_tokens} tokens "
             "in each layer group",

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hsswap.rope import Rope
-from hsswap.validation import require as _require
-from hsswap.validation import require_finite as _require_finite
-from hsswap.validation import require_integers as _require_integers
+from hsswap.validation import (
+    require,
+    require_finite,
+    require_integers,
+    require_kind,
+    require_words,
+)
 
 DISK_ALIGNMENT = 4096
 """Bytes. Block sizes, file offsets and host slots are multiples of it (direct I/O)."""
@@ -61,49 +65,49 @@ class LayerGroup:
     kv_dtype: str = ""
 
     def __post_init__(self) -> None:
-        _require_integers(
+        require_integers(
             self, ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "aux_bytes")
         )
         if self.window is not None:
-            _require_integers(self, ("window",))
-        _require_finite(self, ("scale", "soft_cap"))
+            require_integers(self, ("window",))
+        require_finite(self, ("scale", "soft_cap"))
+        require_words(self, ("dtype", "kv_dtype"))
+        require_kind(self.rope, (Rope, type(None)), "rope", "a Rope or None")
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
-        _require(self.layers >= 1, f"layers is {self.layers}; a layer group has at least one")
-        _require(self.kv_heads >= 1, f"kv_heads is {self.kv_heads}; at least 1 is needed")
-        _require(
+        require(self.layers >= 1, f"layers is {self.layers}; a layer group has at least one")
+        require(self.kv_heads >= 1, f"kv_heads is {self.kv_heads}; at least 1 is needed")
+        require(
             self.q_heads >= 1 and self.q_heads % self.kv_heads == 0,
             f"q_heads is {self.q_heads}; it must be a multiple of kv_heads ({self.kv_heads})",
         )
         for name in ("head_dim", "value_dim"):
             dim = getattr(self, name)
-            _require(
+            require(
                 8 <= dim <= MAX_HEAD_DIM and dim % 8 == 0,
                 f"{name} is {dim}; it must be a multiple of 8 from 8 to {MAX_HEAD_DIM}",
             )
-        _require(
-            self.dtype in ("bf16", "f16"), f"dtype {self.dtype!r} is unknown; known: bf16, f16"
-        )
+        require(self.dtype in ("bf16", "f16"), f"dtype {self.dtype!r} is unknown; known: bf16, f16")
         if not self.kv_dtype:
             object.__setattr__(self, "kv_dtype", self.dtype)
-        _require(
+        require(
             self.kv_dtype in (self.dtype, "e4m3"),
             f"kv_dtype {self.kv_dtype!r} does not go with dtype {self.dtype!r}; give "
             f"{self.dtype!r} or 'e4m3'",
         )
-        _require(
+        require(
             self.window is None or self.window >= 1,
             f"window is {self.window}; give None, or 1 or more",
         )
-        _require(
+        require(
             self.soft_cap is None or self.soft_cap > 0,
             f"soft_cap is {self.soft_cap}; give None or a positive number",
         )
-        _require(self.aux_bytes >= 0, f"aux_bytes is {self.aux_bytes}; it cannot be negative")
+        require(self.aux_bytes >= 0, f"aux_bytes is {self.aux_bytes}; it cannot be negative")
         if self.rope is not None:
             self.rope.turned_dims(self.head_dim)
         whole = 8 if self.is_e4m3 else 2
-        _require(
+        require(
             self.aux_bytes % whole == 0,
             f"aux_bytes is {self.aux_bytes}; it must be a multiple of {whole}",
         )
@@ -146,10 +150,14 @@ class ModelDims:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        _require(len(self.groups) >= 1, "a model has at least one layer group")
-        _require_integers(self, ("block_size",))
+        require_kind(self.groups, (tuple, list), "groups", "a tuple of LayerGroups")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        require(len(self.groups) >= 1, "a model has at least one layer group")
+        for group in self.groups:
+            require_kind(group, LayerGroup, "a layer group", "LayerGroup(...)")
+        require_integers(self, ("block_size",))
         size = self.block_size
-        _require(
+        require(
             1 <= size <= MAX_BLOCK_SIZE and size & (size - 1) == 0,
             f"block_size is {size}; it must be a power of two from 1 to {MAX_BLOCK_SIZE}",
         )
@@ -181,9 +189,7 @@ class ModelDims:
 
     def group_index(self, layer: int) -> int:
         """Which group a layer is of. Raises ConfigError for a layer out of range."""
-        _require(
-            0 <= layer < self.layers, f"layer {layer} is out of range; there are {self.layers}"
-        )
+        require(0 <= layer < self.layers, f"layer {layer} is out of range; there are {self.layers}")
         return self._group_of_layer[layer]
 
     def group(self, layer: int) -> LayerGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hsswap.codec import PAGE_BLOCKS, planes_of_budget
-from hsswap.validation import require, require_finite, require_integers
+from hsswap.validation import require, require_finite, require_integers, require_words
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class PredictorConfig:
 
     def __post_init__(self) -> None:
         require_integers(self, ("rank", "seed"))
+        require_words(self, ("kind",))
         known = ("codes", "projection")
         require(self.kind in known, f"kind {self.kind!r} is unknown; known: {', '.join(known)}")
         require_finite(self, ("metadata_ratio",))

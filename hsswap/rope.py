@@ -13,6 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.errors import ConfigError
+from hsswap.validation import (
+    finite,
+    require,
+    require_finite,
+    require_integers,
+    require_kind,
+    require_words,
+)
 
 F64 = NDArray[np.float64]
 PAIR_LAYOUTS = ("halves", "adjacent")
@@ -35,14 +43,19 @@ class Rope:
     frequency_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.base) and self.base > 1):
-            raise ConfigError(f"base is {self.base!r}; give a finite number above 1")
+        require_finite(self, ("base",))
+        require_integers(self, ("dims",))
+        require_words(self, ("pairs",))
+        require(self.base is not None and self.base > 1, f"base is {self.base!r}; give more than 1")
         if self.dims < 0 or self.dims % 2:
             raise ConfigError(f"dims is {self.dims}; give an even number, or 0 for the whole head")
         if self.pairs not in PAIR_LAYOUTS:
             raise ConfigError(f"pairs is {self.pairs!r}; known: {', '.join(PAIR_LAYOUTS)}")
-        if any(not (math.isfinite(factor) and factor > 0) for factor in self.frequency_factors):
-            raise ConfigError("frequency_factors must be positive, finite numbers")
+        given = self.frequency_factors
+        require_kind(given, (tuple, list), "frequency_factors", "a tuple of numbers")
+        factors = tuple(finite(factor, "a frequency factor") for factor in given)
+        require(all(factor > 0 for factor in factors), "frequency_factors must be positive")
+        object.__setattr__(self, "frequency_factors", factors)
 
     def turned_dims(self, head_dim: int) -> int:
         """Leading dims that turn. Raises ConfigError where they do not fit the head."""

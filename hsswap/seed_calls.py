@@ -18,7 +18,7 @@ from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.driver.operations import AppendWork
 from hsswap.driver.tensor import Tensor
-from hsswap.errors import SharedBlock
+from hsswap.errors import ArgumentError, SharedBlock
 from hsswap.exact import LayerCache, blocks_ahead
 from hsswap.prefetch import Blocks
 from hsswap.seed_use import SeedUse
@@ -161,9 +161,12 @@ class SeedCalls(SeedUse):
         valid = checked_length(valid, size, what="valid_tokens", least=1)
         parts: list[Tensor] = []
         for which, dim in enumerate((group.head_dim, group.value_dim)):
-            given = on_host[which] if on_device[which] is None else on_device[which]
-            shape = (size, group.kv_heads, dim)
-            parts.append(block_tensor(given, shape, strides[which], pool, "KV"[which]))
+            pointer, array = on_device[which], on_host[which]
+            shape, what = (size, group.kv_heads, dim), "KV"[which]
+            if pointer is None and isinstance(array, int | np.integer):
+                raise ArgumentError(f"{what} in host memory is {array!r}; give an array")
+            given = array if pointer is None else pointer
+            parts.append(block_tensor(given, shape, strides[which], pool, what))
         async with named.turn:
             with self._call():
                 indices = self._store.ids.check([block])

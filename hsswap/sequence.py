@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from hsswap.appending import Rows, enqueue_rows
-from hsswap.arguments import Given, checked_query, checked_rows
+from hsswap.arguments import Given, checked_choice, checked_query, checked_rows
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k, try_attend_exact
 from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
@@ -122,9 +122,10 @@ class Sequence(LookingAhead):
         """
         with self._exclusive("attend"):
             query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
+            chooses = self._uses_top_k(query, exact)
             with self._ordered(query.stream) as work:
                 self._show(query)
-                if self._uses_top_k(query, exact):
+                if chooses:
                     result = await attend_top_k(self._swap, query, self._top_k_layers[layer])
                 else:
                     self._swap.prefetcher.plan(self.number, self._ahead(query))
@@ -235,6 +236,7 @@ class Sequence(LookingAhead):
             swap.calibration.queries(self.number, cache.layer, first, query.queries, query.stream)
 
     def _uses_top_k(self, query: Query, exact: bool | None) -> bool:
+        exact = checked_choice(exact, "exact")
         if self.top_k is None or exact:
             return False
         single = query.queries.shape[0] == 1

@@ -30,6 +30,7 @@ from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
 from hsswap.topk import TopK
+from hsswap.validation import require_kind
 
 
 def launched_by(config: SwapConfig) -> PrepareWork:
@@ -84,6 +85,9 @@ class HighSpeedSwap(BatchCalls):
         the swap closes them. Raises ConfigError, DeviceError, StoreLocked, or BlockIOError when
         the directory cannot be used.
         """
+        require_kind(config, SwapConfig, "config", "a SwapConfig")
+        require_kind(io, (BlockIO, type(None)), "io", "a BlockIO or None")
+        require_kind(device, (Device, type(None)), "device", "a Device or None")
         async with AsyncExitStack() as undo:
             used = device
             if used is None:

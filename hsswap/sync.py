@@ -10,8 +10,8 @@ import asyncio
 import concurrent.futures
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -19,7 +19,9 @@ import uvloop
 from numpy.typing import ArrayLike
 
 from hsswap.attending import AttendResult
+from hsswap.captured import CapturedSteps
 from hsswap.config import SwapConfig
+from hsswap.diagnostics import DiagnosticSummary
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, ClosedError
 from hsswap.io.base import BlockIO
@@ -142,6 +144,11 @@ class BlockingSequence:
         self.close()
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, by itself or with its swap."""
+        return self._sequence.closed
+
+    @property
     def length(self) -> int:
         """Tokens of the layer that is furthest."""
         return self._sequence.length
@@ -198,6 +205,28 @@ class BlockingSequence:
     def reserve(self, tokens: int) -> None:
         """Take ids and host slots ahead. See :meth:`hsswap.Sequence.reserve`."""
         self._loop.run(self._sequence.reserve(tokens))
+
+    @contextmanager
+    def captured(
+        self, tokens: int, *, rows: int = 1, stream: object | None = None
+    ) -> Iterator[CapturedSteps]:
+        """Steps for an engine's CUDA graph. See :meth:`hsswap.Sequence.captured`.
+
+        What this gives has plain functions only, for the caller's thread.
+        """
+        opened = self._sequence.captured(tokens, rows=rows, stream=stream)
+        steps: list[CapturedSteps] = []
+
+        async def enter() -> None:
+            steps.append(await opened.__aenter__())
+
+        try:
+            self._loop.run(enter())
+            yield steps[0]
+        finally:
+            if steps:  # also when the call was interrupted just after its end
+                with suppress(ClosedError):  # with the swap went all of it
+                    self._loop.run(opened.__aexit__(None, None, None))
 
     def close(self) -> None:
         """Give back slots and ids. Twice is fine, and after the swap was closed."""
@@ -264,9 +293,19 @@ class BlockingSwap:
         """Wait until every full block appended so far is on disk."""
         self._loop.run(self._swap.flush())
 
+    def run(self, work: Callable[[HighSpeedSwap], Coroutine[Any, Any, T]]) -> T:
+        """What any awaited call of :class:`hsswap.HighSpeedSwap` gives, such as those on blocks by
+        id: ``swap.run(lambda swap: swap.offload_block(...))``. Waits for it on the loop's thread.
+        """
+        return self._loop.run(work(self._swap))
+
     def statistics(self) -> SwapStatistics:
         """What happened since the swap was opened, and what is in use now."""
         return self._swap.statistics()
+
+    def diagnostic_summary(self) -> DiagnosticSummary:
+        """Occupancy, hits, bytes, waits, errors and the path in use."""
+        return self._swap.diagnostic_summary()
 
     def close(self) -> None:
         """Close the swap and end its thread. Twice is fine."""

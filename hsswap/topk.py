@@ -7,7 +7,6 @@ Two stages with one host decision between them: *choose* (score, select) says wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,7 @@ from hsswap.exact import LayerCache
 from hsswap.late import Late
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.tiers import I64
+from hsswap.validation import finite, require_finite, require_integers
 
 PINNED_RECENT_TOKENS = 128
 """The last tokens, always chosen; with the first block they hold two thirds of the attention of a
@@ -69,22 +69,19 @@ class TopK:
     late_mass: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("k", "cache_factor", "least_k"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+        require_integers(self, ("k", "cache_factor", "least_k"))
+        require_finite(self, ("left_out_bound",))
+        object.__setattr__(self, "late_mass", finite(self.late_mass, "late_mass"))
         if self.k < 1:
             raise ConfigError(f"k is {self.k}; at least one block must be chosen")
         if self.cache_factor < 1:
             raise ConfigError(f"cache_factor is {self.cache_factor}; 1 and more")
         if not 0 <= self.least_k <= self.k:
             raise ConfigError(f"least_k is {self.least_k}; it must be from 0 to k ({self.k})")
-        bound = self.left_out_bound
-        if bound is not None and not (isinstance(bound, Real) and 0 <= bound <= 1):
-            raise ConfigError(f"left_out_bound is {bound!r}; a share is from 0 to 1")
-        late = self.late_mass
-        if not isinstance(late, Real) or isinstance(late, bool) or not 0 <= late <= 1:
-            raise ConfigError(f"late_mass is {late!r}; a share is from 0 to 1")
+        if self.left_out_bound is not None and not 0 <= self.left_out_bound <= 1:
+            raise ConfigError(f"left_out_bound is {self.left_out_bound}; a share is from 0 to 1")
+        if not 0 <= self.late_mass <= 1:
+            raise ConfigError(f"late_mass is {self.late_mass}; a share is from 0 to 1")
 
     def pinned_blocks(self, block_size: int) -> int:
         """Blocks always chosen: the first, and those of the last 128 tokens."""

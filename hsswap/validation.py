@@ -6,6 +6,8 @@ import math
 import operator
 from numbers import Real
 
+import numpy as np
+
 from hsswap.errors import ConfigError
 
 
@@ -33,8 +35,36 @@ def integer(value: object, name: str) -> int:
 
 
 def require_finite(record: object, names: tuple[str, ...]) -> None:
-    """Raise ConfigError for fields that are neither None nor a finite number."""
+    """Make plain floats of fields that must be None or a finite number (NumPy's are taken)."""
     for name in names:
         value = getattr(record, name)
-        finite = isinstance(value, Real) and math.isfinite(value)
-        require(value is None or finite, f"{name} is {value!r}; give a finite number")
+        if value is not None:
+            object.__setattr__(record, name, finite(value, name))
+
+
+def finite(value: object, name: str) -> float:
+    """A finite number, NumPy's too, but no bool. Raises ConfigError naming it."""
+    fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    require(fits, f"{name} is {value!r}; give a finite number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def require_flags(record: object, names: tuple[str, ...]) -> None:
+    """Make plain bools of fields that must be true or false (NumPy's are taken)."""
+    for name in names:
+        value = getattr(record, name)
+        require(isinstance(value, bool | np.bool_), f"{name} is {value!r}; give True or False")
+        object.__setattr__(record, name, bool(value))
+
+
+def require_words(record: object, names: tuple[str, ...]) -> None:
+    """Make plain strings of fields that must be words."""
+    for name in names:
+        value = getattr(record, name)
+        require(isinstance(value, str), f"{name} is {value!r}; give a name")
+        object.__setattr__(record, name, str(value))
+
+
+def require_kind(value: object, kind: type | tuple[type, ...], name: str, what: str) -> None:
+    """Raise ConfigError unless the value is of the kind; ``what`` says it in words."""
+    require(isinstance(value, kind), f"{name} is a {type(value).__name__}; give {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 import hsswap
-from hsswap import ModelDims, SwapConfig, TopK
+from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig, TopK
 from hsswap.config import PredictorConfig
 from hsswap.errors import ArgumentError, ClosedError, ConfigError
 from hsswap.io.memory import MemoryIO
 from hsswap.loop import Mailbox
+from hsswap.sync import BlockingSequence, BlockingSwap
+from tests.test_odd_arguments import INNER, OPENING, public_calls
 
 DIMS = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=8)
 
@@ -59,6 +62,106 @@ def test_append_and_attend_without_a_loop() -> None:
             sequence.append(0, keys, values)
         with pytest.raises(hsswap.HsswapError):
             swap.sequence(top_k=TopK(400))
+
+
+TRIED = {"try_append", "try_attend", "try_truncate"}
+"""Plain calls that the blocking ones try first."""
+FOR_THE_SWAP = {"quiet", "free_slots", "adopt", "number", "ids", "top_k", "busy"}
+BY_RUN = {
+    "offload_block", "offload_block_on_stream", "offload_block_no_predict_on_stream",
+    "attend_layer", "attend_layer_on_stream", "attend_layer_on_stream_with_q_pos",
+    "alloc_disk_block_id", "inc_disk_ref", "dec_disk_ref", "disk_refcount", "disk_free_count",
+}  # fmt: skip
+"""Blocks by id: whoever has tables of his own asks through :meth:`BlockingSwap.run`."""
+NOT_FOR_ENGINES = {"store_statistics", "check_open", "named"}
+
+
+def public(owner: type) -> set[str]:
+    return {name for name in dir(owner) if not name.startswith("_")}
+
+
+def test_a_blocking_sequence_has_every_call_with_the_same_arguments() -> None:
+    theirs = public(Sequence) - TRIED - FOR_THE_SWAP
+    assert public(BlockingSequence) == theirs
+    for name in theirs:
+        if callable(getattr(Sequence, name)):
+            assert arguments(BlockingSequence, name) == arguments(Sequence, name), name
+
+
+def arguments(owner: type, name: str) -> list[tuple[str, object, object]]:
+    """Names, kinds and defaults."""
+    parameters = inspect.signature(getattr(owner, name)).parameters.values()
+    return [(p.name, p.kind, p.default) for p in parameters]
+
+
+def test_a_blocking_swap_has_every_call_of_an_engine() -> None:
+    theirs = public_calls(HighSpeedSwap) - INNER - OPENING - NOT_FOR_ENGINES
+    assert public(BlockingSwap) - {"run", "config"} == theirs - BY_RUN
+    assert theirs >= BY_RUN
+    for name in theirs - BY_RUN:
+        assert arguments(BlockingSwap, name) == arguments(HighSpeedSwap, name), name
+
+
+def test_blocks_by_id_without_a_loop() -> None:
+    keys = np.zeros((16, 1, 8), np.uint16)
+    values = np.full((16, 1, 8), 0x3F80, np.uint16)  # 1.0
+    out = np.zeros((2, 8), np.uint16)
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        block = swap.run(lambda s: s.alloc_disk_block_id())
+        swap.run(
+            lambda s: s.offload_block(layer=0, block=block, k_block_host=keys, v_block_host=values)
+        )
+        result = swap.run(
+            lambda s: s.attend_layer(
+                layer=0, seq_block_ids=[block], q_dev=np.zeros((2, 8), np.uint16), output_dev=out
+            )
+        )
+        result.synchronize()
+        assert (out == 0x3F80).all()
+        assert swap.run(lambda s: s.dec_disk_ref(block=block)) == 0
+        assert swap.diagnostic_summary().active_disk_blocks == 0
+
+
+def ones(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((rows, 1, 8), np.uint16), np.full((rows, 1, 8), 0x3F80, np.uint16)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 20])
+def test_captured_steps_without_a_loop(kept: int) -> None:
+    out = np.zeros((1, 2, 8), np.uint16)
+    with hsswap.blocking(config(), io=MemoryIO()) as swap, swap.sequence() as sequence:
+        sequence.append(0, *ones(7))
+        with sequence.captured(20) as steps:
+            with pytest.raises(ArgumentError, match="captured steps"):
+                sequence.append(0, *ones(1))
+            for _ in range(kept):
+                steps.append(0, *ones(1))
+                steps.attend(0, np.zeros((1, 2, 8), np.uint16), out)
+                steps.advance(1)
+            steps.finish(7 + kept)
+        assert sequence.length == 7 + kept
+        sequence.append(0, *ones(1))
+        result = sequence.attend(0, np.zeros((1, 2, 8), np.uint16))
+        result.synchronize()
+        assert (np.asarray(result.out) == 0x3F80).all()
+        assert not kept or (out == 0x3F80).all()
+        with pytest.raises(ArgumentError), sequence.captured(-1):
+            pass
+        with pytest.raises(ZeroDivisionError), sequence.captured(4):
+            _ = 1 / 0
+        assert not sequence.closed
+    assert sequence.closed
+
+
+def test_a_swap_that_is_closed_under_captured_steps_of_a_thread() -> None:
+    swap = hsswap.blocking(config(), io=MemoryIO())
+    sequence = swap.sequence()
+    sequence.append(0, *ones(7))
+    with sequence.captured(20) as steps:
+        swap.close()
+        with pytest.raises(ClosedError):
+            steps.advance(1)
+    sequence.close()
 
 
 def test_a_config_that_cannot_open_leaves_no_thread() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from hsswap.bench.cases import CASES, Case, Inputs, make_inputs, relative_error
 from hsswap.bench.common import MIN_SLICES, Interval, Machine
+from hsswap.bench.lab import need_gpu
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.commands.interrupts import Interrupts
 from hsswap.driver import open_device
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a result was wrong or a floor was missed."""
+    need_gpu(args.device, "bench attention compares kernels of a GPU and has no other way")
     try:
         import torch
     except ImportError as error:

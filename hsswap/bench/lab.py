@@ -20,12 +20,21 @@ from hsswap import HighSpeedSwap, Sequence
 from hsswap.bench.common import MIN_SLICES, Interval
 from hsswap.bf16 import from_float32
 from hsswap.driver.base import Device, Stream
+from hsswap.driver.cuda_errors import load_driver
 from hsswap.driver.operations import AttendWork, GatherWork
 from hsswap.errors import DeviceError
 from hsswap.models import Arrays, HostArrays
 
 FILL_ROWS = 4096
 """Rows of K and V appended at a time."""
+
+
+def need_gpu(device: str, otherwise: str) -> None:
+    """Raise DeviceError where there is no driver for a GPU; ``otherwise``: what to do then."""
+    try:
+        load_driver(device)
+    except DeviceError as error:
+        raise DeviceError(f"{error}; {otherwise}") from error
 
 
 class Lab:
@@ -40,17 +49,19 @@ class Lab:
     @classmethod
     @contextmanager
     def on(cls, device: str) -> Iterator[Lab]:
-        """Raises DeviceError for a GPU where torch is missing or sees none."""
+        """Raises DeviceError for a GPU without a driver, or where torch is missing or sees none."""
         if device == "host":
             yield cls(device, HostArrays(), None)
             return
+        need_gpu(device, "--device host --quick runs without one")
         try:
             import torch
 
             from hsswap.models.torch_llama import TorchArrays
         except ImportError as error:
             raise DeviceError(
-                f"a bench on {device} needs torch: pip install 'hsswap[bench,torch]'"
+                f"a bench on {device} needs torch: pip install 'hsswap[bench,torch]', or give "
+                "--device host --quick"
             ) from error
         if not torch.cuda.is_available():
             raise DeviceError(f"torch sees no GPU for {device}; give --device host --quick")

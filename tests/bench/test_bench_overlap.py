@@ -90,6 +90,7 @@ def test_a_small_run_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_gpu_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsswap.bench.lab.load_driver", lambda _: None)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(DeviceError, match=r"pip install 'hsswap\[bench,torch\]'"), Lab.on("cuda:0"):
         pass
