@@ -6,6 +6,9 @@ happens on the machine meets all alike. ``--device`` adds reads that end in the 
 and kvikio's where it is installed. A ratio is taken within one turn; of all turns the median
 counts, with the interval that holds it with 95 %. Before that every block is written, read back and
 compared once. The page cache has no part where ``path`` says O_DIRECT.
+
+What matters most comes first, and nothing is begun after ``--limit`` seconds: a slow drive costs
+rows, which are named, and not hours. ``--out`` is a whole report after every row.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -40,13 +45,14 @@ from hsswap.io import BACKENDS
 from hsswap.io.base import Operation
 
 KIB = 1024
-BLOCKS_KIB, DEPTHS = (12, 64, 256, 1024), (1, 8, 64)
+BLOCKS_KIB, DEPTHS = (64, 256, 1024, 12), (64, 8, 1)
 QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
 ENGINES = ("threads", "uring")
 SUMMING = "threads-sum"
 """A reader that looks at its bytes, as checksums must."""
-SLICE_S, QUICK_SLICE_S = 0.1, 0.02
+SLICE_S, QUICK_SLICE_S = 0.05, 0.02
 FIO_S = 1
+LIMIT_S = 300
 Row = dict[str, Any]
 
 
@@ -71,11 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one object on stdout and nothing else")
     add("--quick", action="store_true", help="64 KiB at depth 64 alone, short slices")
     add("--plot", type=Path, metavar="F", help="a picture of MB/s and processor time")
-    add("--out", type=Path, metavar="F", help="write the object of --json to a file, too")
+    add("--out", type=Path, metavar="F", help="the object of --json in a file, after every row")
+    add("--limit", type=int, default=LIMIT_S, metavar="S", help="begin nothing after S seconds")
     add("--device", metavar="D", help="reads to this device as well: host or cuda:N")
     add("--backends", default="posix,uring", metavar="A,B", help="default: posix,uring")
-    add("--blocks", metavar="K,K", help="block sizes in KiB (12,64,256,1024)")
-    add("--depths", metavar="N,N", help="blocks in flight (1,8,64)")
+    add("--blocks", metavar="K,K", help="block sizes in KiB (64,256,1024,12)")
+    add("--depths", metavar="N,N", help="blocks in flight (64,8,1)")
     add("--slices", type=int, default=SLICES_MIN, metavar="N", help="turns of each (20)")
     add("--data-mib", type=int, default=256, metavar="N", help="size of each store (256)")
     add("--operations", default="read,write", metavar="A,B", help="default: read,write")
@@ -89,11 +96,8 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
 
         check_plot(args.plot)
     report = asyncio.run(_measure(plan))
-    text = json.dumps(report, indent=1)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
     if args.json:
-        print(text)
+        print(json.dumps(report, indent=1))
     if args.plot is not None:
         from hsswap.bench.io_plot import draw
 
@@ -125,6 +129,8 @@ class _Plan:
         self.slice_s = QUICK_SLICE_S if args.quick else SLICE_S
         self.data_bytes = args.data_mib << 20
         self.directory: Path | None = args.dir
+        self.out: Path | None = args.out
+        self.end = time.monotonic() + args.limit
         self.device_name: str | None = args.device
         self.people = sys.stderr if args.json else sys.stdout
 
@@ -138,11 +144,49 @@ def _numbers(text: str | None, default: Sequence[int], name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+class _Report:
+    """What was found so far. ``content`` is the object of ``--json``."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self.content: dict[str, Any] = {
+            "bench": "io",
+            "machine": machine(),  # the load is that of others, as it was before
+            "directory": str(plan.directory or Path(tempfile.gettempdir())),
+            "slices": plan.slices,
+            "slice_s": plan.slice_s,
+            "verified": True,
+            "complete": False,
+            "left_out": [],
+            "results": [],
+            "appended_in_turns": [],
+        }
+
+    def add(self, part: str, rows: Sequence[Row]) -> None:
+        """Add rows, and store what there is."""
+        self.content[part].extend(rows)
+        self.store()
+
+    def may_begin(self, what: str) -> bool:
+        """Whether there is time; what there is none for is said."""
+        if time.monotonic() < self._plan.end:
+            return True
+        self.content["left_out"].append(what)
+        print(f"{what}: left out, the time of --limit is over", file=self._plan.people, flush=True)
+        return False
+
+    def store(self) -> None:
+        """Replace the file of ``--out`` as a whole."""
+        out = self._plan.out
+        if out is not None:
+            part = out.with_name(out.name + ".part")
+            part.write_text(json.dumps(self.content, indent=1) + "\n")
+            os.replace(part, out)
+
+
 async def _measure(plan: _Plan) -> dict[str, Any]:
     """All sizes, one after the other, each with stores of its own."""
-    rows: list[Row] = []
-    turns: list[Row] = []
-    about = machine()  # the load is that of others, as it was before
+    report = _Report(plan)
     with (
         tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=plan.directory) as folder,
         open_device(plan.device_name) if plan.device_name else nullcontext() as device,
@@ -150,31 +194,37 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
         place = Path(folder)
         program = compile_reader(place)
         for kib in plan.blocks_kib:
-            block_bytes = kib * KIB
-            count = max(plan.data_bytes // block_bytes, max(plan.depths))
-            async with AsyncExitStack() as stack:
-                stores = []
-                for name in plan.backends:
-                    made = await FilledStore.make(name, place / f"{name}-{kib}", block_bytes, count)
-                    stores.append(await _entered(stack, made))
-                for operation in plan.operations:
-                    for depth in plan.depths:
-                        found = await _compare(plan, stores, program, operation, depth, device)
-                        rows.extend(found)
-                        _print(plan, found)
+            if report.may_begin(f"blocks of {kib} KiB"):
+                await _measure_size(plan, report, place, kib, program, device)
+        for kib in plan.blocks_kib:
             for name in plan.backends:
-                turns.append(await _turns(plan, name, place / f"turns-{name}-{kib}", block_bytes))
-        where = str(plan.directory or Path(tempfile.gettempdir()))
-    return {
-        "bench": "io",
-        "machine": about,
-        "directory": where,
-        "slices": plan.slices,
-        "slice_s": plan.slice_s,
-        "verified": True,
-        "results": rows,
-        "appended_in_turns": turns,
-    }
+                if report.may_begin(f"{name}, {kib} KiB, appended in turns"):
+                    row = await _turns(plan, name, place / f"turns-{name}-{kib}", kib * KIB)
+                    report.add("appended_in_turns", [row])
+    report.content["complete"] = not report.content["left_out"]
+    report.store()
+    return report.content
+
+
+async def _measure_size(
+    plan: _Plan, report: _Report, place: Path, kib: int, program: Path, device: Device | None
+) -> None:
+    """Every operation and depth with blocks of one size."""
+    block_bytes = kib * KIB
+    count = max(plan.data_bytes // block_bytes, max(plan.depths))
+    async with AsyncExitStack() as stack:
+        stores = []
+        for name in plan.backends:
+            made = await FilledStore.make(name, place / f"{name}-{kib}", block_bytes, count)
+            stack.push_async_callback(made.store.close)
+            stores.append(made)
+        # The reader in C writes what it likes over the stores: reads come first, whoever asked how.
+        for operation in sorted(plan.operations, key=list(Operation).index):
+            for depth in plan.depths:
+                if report.may_begin(f"{operation.value} of {kib} KiB, {depth} in flight"):
+                    found = await _compare(plan, stores, program, operation, depth, device)
+                    report.add("results", found)
+                    _print(plan, found)
 
 
 async def _turns(plan: _Plan, name: str, place: Path, block_bytes: int) -> Row:
@@ -187,11 +237,6 @@ async def _turns(plan: _Plan, name: str, place: Path, block_bytes: int) -> Row:
         flush=True,
     )
     return row
-
-
-async def _entered(stack: AsyncExitStack, made: FilledStore) -> FilledStore:
-    stack.push_async_callback(made.store.close)
-    return made
 
 
 async def _compare(

@@ -26,6 +26,7 @@ from hsswap.io.base import BlockChecksums, Operation, Priority
 
 READER_SOURCE = Path(__file__).resolve().parents[2] / "bench" / "reader.c"
 BLOCK_TOKENS = 16
+FIO_LIMIT_S = 20
 DRAWN = 1 << 16
 """Places drawn before they are used."""
 
@@ -307,7 +308,12 @@ def run_fio(
         f"--iodepth={depth}", f"--runtime={seconds}", "--time_based", "--output-format=json",
         "--norandommap", "--file_service_type=random", "--allow_file_create=0",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FIO_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
     try:
         job = json.loads(done.stdout)["jobs"][0]
         found = job[operation.value]

@@ -78,6 +78,20 @@ def test_the_machine_is_named() -> None:
     assert all(str(found[name]) for name in ("host", "processor", "kernel", "python", "date"))
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+def test_what_there_was_no_time_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    asked = ("--quick", "--json", "--limit", "0", "--dir", str(tmp_path), "--out", str(out))
+    assert io.main(parse(*asked), Interrupts()) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(out.read_text())
+    assert not report["complete"]
+    assert report["left_out"][0] == "blocks of 64 KiB"
+    assert report["results"] == report["appended_in_turns"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +101,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(out.read_text())
     assert report["verified"]
+    assert report["complete"]
+    assert report["left_out"] == []
     rows = {(row["arm"], row["operation"]): row for row in report["results"]}
     for name in ("posix", "uring"):
         row = rows[name, "read"]
