@@ -135,6 +135,44 @@ class Transfer:
             )
 
 
+@dataclass(eq=False, slots=True)
+class SpanReads:
+    """Reads of single spans anywhere in files, asked for together, each of which ends by itself.
+
+    For many short ones: what a :class:`Transfer` costs each is spent once for all. ``files``,
+    ``offsets``, ``addresses``: of each span, numbered from 0; ``span_bytes``: of all.
+
+    ``verify(reads, numbers)`` runs right after these spans were read, on the loop's thread: it must
+    be quick, as there, and raise nothing. ``on_done(reads, numbers, error)`` tells of every number
+    exactly once, of several together where they succeeded. A span that came short, or that the
+    kernel turned away, is an error: it may be tried again, as a transfer. ``started``: how many the
+    backend has started, in their order. Everything else as in a transfer.
+    """
+
+    files: list[IOFile]
+    offsets: list[int]
+    addresses: list[int]
+    span_bytes: int
+    priority: Priority
+    on_done: Callable[[Any, list[int], HsswapError | None], None]
+    verify: Callable[[Any, list[int]], None]
+    deadline: float | None = None
+    owner: object = None
+    started: int = 0
+
+    def check(self, alignment: int) -> None:
+        """Raise ArgumentError unless every span lies within its file and is aligned."""
+        bits = self.span_bytes
+        for file, offset, address in zip(self.files, self.offsets, self.addresses, strict=True):
+            bits |= offset | address
+            if not 0 <= offset <= file.nbytes - self.span_bytes or not address:
+                raise ArgumentError(
+                    f"a span at {offset} of {file.path}, or its address {address:#x}, is outside"
+                )
+        if bits & (alignment - 1) or self.span_bytes <= 0:
+            raise ArgumentError(f"offset, span and addresses must be multiples of {alignment}")
+
+
 def check_transfers(batch: Sequence[Transfer], alignment: int) -> None:
     """:meth:`Transfer.check` of many, at a fraction of the cost of each."""
     bits, smallest = 0, 1
@@ -277,6 +315,18 @@ class BlockIO(ABC):
         Raises QueueFull when the batch is longer than :attr:`room`, ArgumentError for a transfer
         outside its file or not aligned, ClosedError once close began; nothing is queued then.
         """
+
+    @property
+    def span_limit(self) -> int:
+        """Bytes of the longest span that :meth:`submit_spans` takes; 0 where it takes none."""
+        return 0
+
+    def submit_spans(self, reads: SpanReads) -> None:
+        """Queue reads, all or none, as :meth:`submit` does; each counts as a transfer.
+
+        Raises as that does, and ArgumentError for spans longer than :attr:`span_limit`.
+        """
+        raise ArgumentError(f"the backend {self.name} takes no spans; submit transfers")
 
     @abstractmethod
     def statistics(self) -> IOStatistics:

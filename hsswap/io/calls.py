@@ -19,6 +19,7 @@ from hsswap.io.layout import SegmentLayout, plan_runs
 from hsswap.io.runs import (
     BlockRun,
     OnBlocksDone,
+    RunDone,
     compare_by,
     compare_checksums,
     fill_by,
@@ -74,7 +75,7 @@ class Call(NamedTuple):
         positions: NDArray[np.int64] | None,
         layout: SegmentLayout,
         ids: BlockIds,
-        run_done: Callable[[Any, Any], None],
+        run_done: RunDone,
     ) -> tuple[list[BlockRun], NDArray[np.int64]]:
         """Runs over these positions of the call's arrays (None: all), and the indices in order."""
         block_bytes = layout.block_bytes[self.layer]

@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from hsswap.errors import ArgumentError, ClosedError, ConfigError, HsswapError
-from hsswap.io.base import BlockIO, IOFile, IOStatistics, Operation, Priority, Transfer
+from hsswap.io.base import (
+    BlockIO,
+    IOFile,
+    IOStatistics,
+    Operation,
+    Priority,
+    SpanReads,
+    Transfer,
+)
 from hsswap.io.posix import PosixIO
 from hsswap.io.uring import UringIO
 from hsswap.io.waiting import to_the_end
@@ -109,6 +117,13 @@ class AutoIO(BlockIO):
 
     def submit(self, batch: Sequence[Transfer]) -> None:
         self._backend().submit(batch)
+
+    @property
+    def span_limit(self) -> int:
+        return 0 if self._chosen is None else self._chosen.span_limit
+
+    def submit_spans(self, reads: SpanReads) -> None:
+        self._backend().submit_spans(reads)
 
     def statistics(self) -> IOStatistics:
         return self._backend().statistics() if self._chosen else self._posix.statistics()

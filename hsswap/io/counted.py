@@ -14,6 +14,7 @@ from hsswap.io.base import (
     IOStatistics,
     Operation,
     QueueFull,
+    SpanReads,
     Transfer,
     check_transfers,
 )
@@ -21,6 +22,9 @@ from hsswap.io.waiting import to_the_end, until_done
 
 Ended = tuple[Transfer, HsswapError | None, int]
 """A transfer that ended, its error, and its bytes."""
+
+EndedSpans = tuple[SpanReads, list[int], HsswapError | None]
+"""Spans that ended together, by number, and their error."""
 
 QUEUE_LIMIT = 1024
 """Transfers in flight. Some 100 times what keeps a drive busy; the store holds back the rest."""
@@ -108,19 +112,32 @@ class CountedIO(BlockIO):
 
     def _accept(self, batch: Sequence[Transfer]) -> None:
         """The beginning of :meth:`submit`: check, then count in. Raises as that does."""
-        self._require_open()
-        if len(batch) > self.room:
-            raise QueueFull(
-                f"{len(batch)} transfers submitted with room for {self.room} of {self.limit}; "
-                "wait for some to be done"
-            )
-        for file in {transfer.file for transfer in batch}:
-            if not self.is_open(file):
-                raise ArgumentError(f"{file.path} is not open in {self!r}")
+        self._admit(len(batch), {transfer.file for transfer in batch})
         check_transfers(batch, self.alignment)
         for transfer in batch:
             transfer.file.in_flight += 1
         self._in_flight += len(batch)
+
+    def _accept_spans(self, reads: SpanReads) -> None:
+        """The beginning of :meth:`submit_spans`."""
+        self._admit(len(reads.files), set(reads.files))
+        if reads.span_bytes > self.span_limit:
+            raise ArgumentError(f"spans of {reads.span_bytes} bytes; {self.span_limit} at most")
+        reads.check(self.alignment)
+        for file in reads.files:
+            file.in_flight += 1
+        self._in_flight += len(reads.files)
+
+    def _admit(self, count: int, files: set[IOFile]) -> None:
+        self._require_open()
+        if count > self.room:
+            raise QueueFull(
+                f"{count} transfers submitted with room for {self.room} of {self.limit}; "
+                "wait for some to be done"
+            )
+        for file in files:
+            if not self.is_open(file):
+                raise ArgumentError(f"{file.path} is not open in {self!r}")
 
     def _end_transfers(self, ended: deque[Ended]) -> None:
         """Count out, and tell of, each; what an on_done adds at the end, too."""
@@ -138,6 +155,27 @@ class CountedIO(BlockIO):
             try:
                 transfer.on_done(transfer, error)
             except Exception as problem:  # the others must still hear of their ends
-                assert self._loop is not None
-                context = {"message": f"on_done of {transfer} raised", "exception": problem}
-                self._loop.call_exception_handler(context)
+                self._on_done_raised(transfer, problem)
+
+    def _end_spans(self, ended: deque[EndedSpans]) -> None:
+        """:meth:`_end_transfers` for spans."""
+        while ended:
+            reads, numbers, error = ended.popleft()
+            count = len(numbers)
+            self._in_flight -= count
+            for number in numbers:
+                reads.files[number].in_flight -= 1
+            self._calls_done[Operation.READ] += count
+            if error is None:
+                self._bytes[Operation.READ] += count * reads.span_bytes
+            else:
+                self._errors += count
+            try:
+                reads.on_done(reads, numbers, error)
+            except Exception as problem:
+                self._on_done_raised(reads, problem)
+
+    def _on_done_raised(self, what: Transfer | SpanReads, problem: Exception) -> None:
+        assert self._loop is not None
+        context = {"message": f"on_done of {what} raised", "exception": problem}
+        self._loop.call_exception_handler(context)

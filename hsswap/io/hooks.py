@@ -11,10 +11,10 @@ from hsswap.errors import BlockIOError, HsswapError
 from hsswap.io.base import Operation, Transfer
 
 
-def run_hook(hook: Callable[[Transfer], None], transfer: Transfer) -> HsswapError | None:
+def run_hook(hook: Callable[..., None], *arguments: object) -> HsswapError | None:
     """Run ``prepare`` of a write or ``verify`` of a read. Returns its error."""
     try:
-        hook(transfer)
+        hook(*arguments)
     except HsswapError as problem:
         return problem
     except Exception as problem:  # a fault of ours: whoever waits must hear of it

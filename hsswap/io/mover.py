@@ -29,25 +29,17 @@ from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, CorruptBlock, HsswapError
 from hsswap.io.base import BlockIO, Operation, Priority
+from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
+from hsswap.io.counters import Counters
 from hsswap.io.ids import BlockIds
 from hsswap.io.journal import JOURNAL_TRANSFERS, Journal
+from hsswap.io.layout import SegmentLayout
 from hsswap.io.refusals import why_refused
-from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, error_of_block
+from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, Report, error_of_block
 from hsswap.io.segments import Segments
+from hsswap.io.spans import SpanReader
 from hsswap.io.tickets import Tickets
-
-
-class Counters:
-    """What a mover counted, by direction."""
-
-    def __init__(self) -> None:
-        self.calls = {Operation.READ: 0, Operation.WRITE: 0}
-        self.blocks = {Operation.READ: 0, Operation.WRITE: 0}
-        self.nbytes = {Operation.READ: 0, Operation.WRITE: 0}
-        self.errors = 0
-        self.checksum_failures = 0
-        self.in_flight = 0
 
 
 class RunMover:
@@ -76,8 +68,20 @@ class RunMover:
         self._backlog: list[tuple[Priority, int, BlockRun]] = []
         self._sequence = itertools.count()
         self._done: deque[tuple[BlockRun, HsswapError | None]] = deque()
-        self._reports: deque[tuple[OnBlocksDone, NDArray[np.int64]]] = deque()
+        self._reports: deque[Report] = deque()
         self._closing = False
+        self._spans = SpanReader(
+            backend,
+            ids,
+            contents,
+            segments,
+            self._order,
+            self.counters,
+            self._woken,
+            self._reports,
+            self._span_failed,
+            self._files_ready,
+        )
         segments.on_ready = self._files_ready
         backend.after_deliveries = self._settle
 
@@ -96,11 +100,18 @@ class RunMover:
             unknown &= ~self._order.unsettled(layer, indices)
         return unknown
 
-    def begin(self, runs: list[BlockRun], indices: NDArray[np.int64]) -> None:
-        """Take the runs of one call over. Their reports come later, on the loop.
-
-        ``indices``: of all their blocks, in the order of the runs.
+    def begin(self, call: Call, positions: NDArray[np.int64] | None, layout: SegmentLayout) -> None:
+        """Take over the blocks at these positions of a call's arrays, None for all. Their reports
+        come later, on the loop.
         """
+        if call.operation is Operation.READ and call.checksums is None:
+            room = 0 if self._ready or self._backlog else self._io.room - self._reserved
+            positions = self._spans.begin(call, positions, layout, room, self.run_done)
+        if positions is None or len(positions):
+            self._begin_runs(*call.cut(positions, layout, self._ids, self.run_done))
+
+    def _begin_runs(self, runs: list[BlockRun], indices: NDArray[np.int64]) -> None:
+        """``indices``: of all their blocks, in the order of the runs."""
         if not runs:
             return
         self.counters.in_flight += len(indices)
@@ -150,21 +161,34 @@ class RunMover:
         """A run came back from the backend. What follows is done for all that came in one go."""
         self._done.append((run, error))
 
+    def _span_failed(self, run: BlockRun, error: HsswapError | None) -> None:
+        """A block that went the short way: it goes again, as a run, or it is not what it was."""
+        if error is None or self._closing:
+            self._done.append((run, error))
+        else:
+            self.counters.calls[run.operation] += 1
+            self._ready.append(run)
+
     def _settle(self) -> None:
         """End the runs that came back. The backend calls it after it delivered some."""
         good: dict[tuple[Operation, int], list[BlockRun]] = {}
+        done = self._done
         try:
-            while self._done:
-                run, error = self._done.popleft()
+            while done:
+                run, error = done.popleft()
                 if error is None and run.bad is None:
-                    good.setdefault((run.operation, run.layer), []).append(run)
+                    kind = run.operation, run.layer
+                    if kind in good:
+                        good[kind].append(run)
+                    else:
+                        good[kind] = [run]
                     continue
                 self.counters.calls[run.operation] += 1
                 if error is not None and run.count > 1 and not self._closing:
                     # Which blocks have the fault? Each goes again, alone, holding its block.
                     self._ready.extend(run.single(number) for number in range(run.count))
                     continue
-                self.segments.leave([run])
+                self.segments.leave_of([run])
                 if error is not None:
                     self._fail(run, error)
                 elif run.bad is not None:
@@ -172,6 +196,7 @@ class RunMover:
         finally:  # also when KeyboardInterrupt or SystemExit came through a report
             for (operation, _), runs in good.items():
                 self._succeed(operation, runs)
+            self._spans.settle()
             self._drain_reports()
             if self._done:
                 self._loop.call_soon(self._settle)
@@ -235,7 +260,7 @@ class RunMover:
                 self._ready.extend(runs)
                 return
             problem = error or ClosedError("the store was closed before the block was moved")
-            self.segments.leave(runs)
+            self.segments.leave_of(runs)
             for run in runs:
                 self._fail(run, problem)
         finally:
@@ -270,7 +295,7 @@ class RunMover:
     def _succeed(self, operation: Operation, runs: list[BlockRun]) -> None:
         """Runs of one layer without a fault: one report for each caller."""
         self.counters.calls[operation] += len(runs)
-        self.segments.leave(runs)
+        self.segments.leave_of(runs)
         if operation is Operation.WRITE:
             self._written(runs)
         if not self._order.release_many(operation, runs):

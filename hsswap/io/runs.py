@@ -13,10 +13,16 @@ from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
 from hsswap.io.tables import sparse_zeros
-from hsswap.io.views import block_view, block_views
+from hsswap.io.views import array_type, block_views
 
 OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
 """``on_done(positions, error)`` of a read or a write."""
+
+Report = tuple[OnBlocksDone, NDArray[np.int64]]
+"""Blocks that succeeded, and whom to tell."""
+
+RunDone = Callable[["BlockRun", HsswapError | None], None]
+"""``run_done(run, error)``."""
 
 
 _ONE = np.int32(1)  # of the array's own kind: ufunc.at takes twice the time with another
@@ -100,21 +106,20 @@ class BlockRun(Transfer):
 
 def fill_checksums(run: BlockRun) -> None:
     """The prepare hook: checksums of what is about to be written."""
-    run.crcs = _checksums(run)
+    run.crcs = list(crc32_each(block_views(run.addresses, run.span_bytes), run.seeds))
 
 
 def compare_checksums(run: BlockRun) -> None:
     """The verify hook: find the blocks that came back as others than were written."""
-    found = _checksums(run)
-    if found != run.crcs:
-        run.bad = np.array(found) != np.array(run.crcs)
-
-
-def _checksums(run: BlockRun) -> list[int]:
     seeds = run.seeds
     if len(seeds) == 1:  # a quarter of the cost; random reads are full of them
-        return [crc32(block_view(run.addresses.item(), run.span_bytes), seeds[0])]
-    return list(crc32_each(block_views(run.addresses, run.span_bytes), seeds))
+        view = array_type(run.span_bytes).from_address(run.addresses.item())
+        if crc32(view, seeds[0]) != run.crcs[0]:
+            run.bad = np.ones(1, np.bool_)
+        return
+    found = list(crc32_each(block_views(run.addresses, run.span_bytes), seeds))
+    if found != run.crcs:
+        run.bad = np.array(found) != np.array(run.crcs)
 
 
 def fill_by(checksums: BlockChecksums, run: BlockRun) -> None:
@@ -138,7 +143,7 @@ def _checksums_by(checksums: BlockChecksums, run: BlockRun) -> list[int]:
 def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:
     """The indices of the blocks of many runs, run by run."""
     firsts = [run.first for run in runs]
-    counts = [len(run.positions) for run in runs]
+    counts = [len(run.seeds) for run in runs]
     total = sum(counts)
     if total == len(runs):
         return np.array(firsts)
@@ -212,6 +217,13 @@ class BlockOrder:
         if np.minimum.reduce(holders[indices]) < -1:  # a block is given twice
             holders[indices] = 0
             return False
+        return True
+
+    def release_reads(self, layer: int, indices: list[int]) -> bool:
+        """:meth:`release` of reads of single blocks. False: somebody waits; release each."""
+        if self._waiting:
+            return False
+        np.subtract.at(self._holders[layer], np.array(indices), _ONE)
         return True
 
     def release_many(self, operation: Operation, runs: list[BlockRun]) -> bool:

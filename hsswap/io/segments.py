@@ -119,10 +119,7 @@ class Segments:
 
     def let_go(self, number: int) -> None:
         """The end of :meth:`hold`."""
-        segment = self._segments[number]
-        segment.users -= 1
-        if segment.users == 0 and self._empty:
-            self._remove_empty()
+        self.leave([self._segments[number]])
 
     def enter(self, runs: Sequence[BlockRun]) -> list[BlockRun]:
         """Count runs as users of their segments. Returns those whose file is there, and now set;
@@ -140,10 +137,26 @@ class Segments:
                 self._change(segment)
         return ready
 
-    def leave(self, runs: Sequence[BlockRun]) -> None:
+    def with_files(self, indices: list[int]) -> list[Segment] | None:
+        """The segment of each block, if all have files that stay; count their users then."""
+        found = []
+        for index in indices:
+            segment = self._segments.get(index // SEGMENT_IDS)
+            if segment is None or segment.file is None or segment.changing:
+                return None
+            found.append(segment)
+        return found
+
+    def leave_of(self, runs: Sequence[BlockRun]) -> None:
         """Runs are done with their segments."""
-        for run in runs:
-            self.let_go(segment_of(run.first))
+        self.leave([self._segments[segment_of(run.first)] for run in runs])
+
+    def leave(self, segments: Sequence[Segment]) -> None:
+        """A user each is done with these segments."""
+        for segment in segments:
+            segment.users -= 1
+            if segment.users == 0 and self._empty:
+                self._remove_empty()
 
     def freed(self, indices: NDArray[np.int64]) -> None:
         """Blocks were freed; their segments go when nothing is left in them. On any thread."""

@@ -385,4 +385,4 @@ class BlockStore(SeedIds):
             refused = positions[unknown]
             self._mover.refuse(call.layer, call.indices, refused, call.on_done, writing=writing)
             positions = positions[~unknown]
-        self._mover.begin(*call.cut(positions, self._layout, self.ids, self._mover.run_done))
+        self._mover.begin(call, positions, self._layout)

@@ -21,61 +21,26 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hsswap.errors import ConfigError, HsswapError
-from hsswap.io.base import (
-    IOFile,
-    Operation,
-    Priority,
-    Transfer,
-)
-from hsswap.io.counted import QUEUE_LIMIT, CountedIO, Ended
+from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
+from hsswap.io.counted import QUEUE_LIMIT, CountedIO, Ended, EndedSpans
 from hsswap.io.hooks import HookThreads, run_hook
 from hsswap.io.posix import PosixIO
 from hsswap.io.problems import io_error
+from hsswap.io.uring_limits import (
+    BYTES_IN_FLIGHT,
+    DEPTH,
+    MAX_DEPTH,
+    RETRIES,
+    RETRY_S,
+    TURN_BYTES,
+    TURN_TRANSFERS,
+    where_to_check,
+)
 from hsswap.io.uring_queue import DriveQueue
 from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
 from hsswap.io.waiting import to_the_end
-
-DEPTH = 64
-"""Transfers in the drive's queue at most."""
-MAX_DEPTH = 1024
-BYTES_IN_FLIGHT = (32 << 20, 2 << 20, 1 << 20)
-"""In the drive's queue at most, by priority; a transfer longer than that goes alone. A needed read
-waits for what the drive was given before it, so that of the others is kept to what a fast drive
-needs (7 GB/s at 100 us: 0.7 MB)."""
-TURN_TRANSFERS = 16
-TURN_BYTES = 2 << 20
-"""Started, and ended, in one turn at most: the rest waits for the next, behind whatever else the
-loop has to do. A transfer costs 10 to 20 us with what its caller does, 2 MiB of checksums 0.2 ms
-(from memory; a sixth of that from the cache). Turns of 8 halve the lag of the loop and cost a
-third more processor time a block, 32 save 8 % (64 KiB, 64 in flight).
-
-Bytes without a hook in place count a quarter: they are handed to the kernel, which takes 5 us for
-256 KiB of small pages."""
-
-
-class Checking(NamedTuple):
-    """Where hooks run: in place, on the loop's thread, if they are quick and the transfer has
-    ``inline_bytes`` at most, else on one of ``threads``.
-
-    A thread gets the GIL back for its next block only when the loop's thread lets go of it, so
-    short ones cost more than they take away (seen: 44 us a block of 64 KiB for 18). Long ones are
-    checked while the loop's thread goes on, if there are processors for both.
-    """
-
-    inline_bytes: int
-    threads: int
-
-
-FEW_PROCESSORS = Checking(1 << 20, 2)
-MANY_PROCESSORS = Checking(1 << 17, 8)
-MANY = 8
-RETRY_S = 0.001
-"""Until entries that the kernel did not take are offered again, when nothing else is under way."""
-RETRIES = 1000
-"""How often that is done before the transfers fail."""
 
 
 class UringIO(CountedIO):
@@ -99,12 +64,14 @@ class UringIO(CountedIO):
         self._queue: DriveQueue | None = None
         self._hooks: HookThreads | None = None
         self._inline_bytes = 0
-        self._waiting: tuple[deque[Transfer], ...] = tuple(deque() for _ in Priority)
+        self._waiting: tuple[deque[Transfer | SpanReads], ...] = tuple(deque() for _ in Priority)
         # Of those started: how many, and their bytes by priority.
         self._started = 0
         self._started_bytes = [0 for _ in Priority]
         self._moved: deque[Ended] = deque()  # the drive is done with them
+        self._moved_spans: deque[EndedSpans] = deque()
         self._ended: deque[Ended] = deque()
+        self._ended_spans: deque[EndedSpans] = deque()
         self._next_turn: asyncio.Handle | None = None
         self._in_turn = False  # what is submitted meanwhile starts at its end
         # Of this turn, until the next begins.
@@ -142,8 +109,7 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        processors = len(os.sched_getaffinity(0))
-        checking = MANY_PROCESSORS if processors >= MANY else FEW_PROCESSORS
+        checking = where_to_check(len(os.sched_getaffinity(0)))
         self._inline_bytes = checking.inline_bytes
         names = [f"hsswap-hooks-{number}" for number in range(checking.threads)]
         self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
@@ -188,9 +154,21 @@ class UringIO(CountedIO):
         self._accept(batch)
         for transfer in batch:
             self._waiting[transfer.priority].append(transfer)
+        self._start_submitted()
+
+    @property
+    def span_limit(self) -> int:
+        return self._inline_bytes
+
+    def submit_spans(self, reads: SpanReads) -> None:
+        self._accept_spans(reads)
+        self._waiting[reads.priority].append(reads)
+        self._start_submitted()
+
+    def _start_submitted(self) -> None:
         if not self._in_turn:
             self._start_waiting()
-            if self._ended:  # a deadline had passed, or a hook failed: told later
+            if self._ended or self._ended_spans:  # a deadline had passed, or a hook failed
                 self._turn_soon()
 
     def _on_event(self) -> None:
@@ -208,8 +186,10 @@ class UringIO(CountedIO):
         self._next_turn = None
         self._turn_starts = self._turn_bytes = 0
         try:
-            self._moved.extend(self._queue.reap())
-            self._verify_moved()
+            moved, spans = self._queue.reap()
+            self._moved.extend(moved)
+            self._moved_spans.extend(spans)
+            self._verify_moved(*self._verify_spans())
             prepared = []
             for transfer, error in self._hooks.take():
                 if error is not None or transfer.operation is Operation.READ:
@@ -221,7 +201,7 @@ class UringIO(CountedIO):
             self._start_waiting()
         finally:
             self._in_turn = False
-            if self._ended or self._moved:
+            if self._ended or self._ended_spans or self._moved or self._moved_spans:
                 # Bytes enough for this turn, or a hook that failed just now, or KeyboardInterrupt
                 # that came through an on_done.
                 self._turn_soon()
@@ -232,15 +212,34 @@ class UringIO(CountedIO):
         if self._next_turn is None:
             self._next_turn = self._loop.call_soon(self._turn)
 
-    def _verify_moved(self) -> None:
-        """Run the hooks of what the drive is done with, as many as this turn may."""
+    def _verify_spans(self) -> tuple[int, int]:
+        """Verify spans that the drive is done with, as many as this turn may: how many, bytes."""
+        count = verified_bytes = 0
+        while self._moved_spans:
+            reads, numbers, error = self._moved_spans.popleft()
+            if error is None:
+                bytes_left = TURN_BYTES - verified_bytes
+                room = min(TURN_TRANSFERS - count, bytes_left // reads.span_bytes)
+                if len(numbers) > room:
+                    self._moved_spans.appendleft((reads, numbers[room:], None))
+                    if room <= 0:
+                        break
+                    numbers = numbers[:room]
+                error = run_hook(reads.verify, reads, numbers)
+                count += len(numbers)
+                verified_bytes += len(numbers) * reads.span_bytes
+            self._end_started_spans(reads, numbers, error)
+        return count, verified_bytes
+
+    def _verify_moved(self, count: int, verified_bytes: int) -> None:
+        """Run the hooks of what the drive is done with, as many as this turn may besides."""
         assert self._hooks is not None
-        moved, long, verified_bytes = self._moved, list[Transfer](), 0
-        for _ in range(min(len(moved), TURN_TRANSFERS)):
+        moved, long = self._moved, list[Transfer]()
+        for _ in range(min(len(moved), TURN_TRANSFERS - count)):
             transfer, error, nbytes = moved[0]
             verify = transfer.verify
             if verify is not None and error is None and transfer.operation is Operation.READ:
-                if nbytes > self._inline_bytes or not transfer.quick:
+                if self._is_long(transfer, nbytes):
                     long.append(transfer)
                     moved.popleft()
                     continue
@@ -252,6 +251,11 @@ class UringIO(CountedIO):
             self._end(transfer, error, nbytes)
         if long:
             self._hooks.push(long)
+
+    def _is_long(self, transfer: Transfer, nbytes: int) -> bool:
+        """Whether its hook runs on a thread."""
+        short = nbytes <= TURN_BYTES and transfer.span_bytes <= self._inline_bytes
+        return not (short and transfer.quick)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
         """Start what waits, best priority first, and give the drive what is ready for it."""
@@ -272,7 +276,7 @@ class UringIO(CountedIO):
 
     def _start_from(
         self,
-        queue: deque[Transfer],
+        queue: deque[Transfer | SpanReads],
         priority: int,
         ready: list[Transfer],
         long: list[Transfer],
@@ -287,11 +291,17 @@ class UringIO(CountedIO):
         there = sum(started_bytes) if needed else started_bytes[priority]
         while queue:
             transfer = queue[0]
+            if isinstance(transfer, SpanReads):
+                if not self._start_spans(transfer, places, BYTES_IN_FLIGHT[priority] - there):
+                    return False
+                queue.popleft()
+                there = sum(started_bytes) if needed else started_bytes[priority]
+                continue
             nbytes = len(transfer.addresses) * transfer.span_bytes
             if self._started >= places or (there and there + nbytes > BYTES_IN_FLIGHT[priority]):
                 return False
             prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
-            in_place = prepare is not None and transfer.quick and nbytes <= self._inline_bytes
+            in_place = prepare is not None and not self._is_long(transfer, nbytes)
             turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
             if self._turn_starts >= TURN_TRANSFERS or (
                 turn_bytes > TURN_BYTES and self._turn_bytes
@@ -319,6 +329,31 @@ class UringIO(CountedIO):
                 ready.append(transfer)
         return True
 
+    def _start_spans(self, reads: SpanReads, places: int, bytes_left: int) -> bool:
+        """Start as many of them as may. False: some are left."""
+        assert self._queue is not None
+        first, end, span_bytes = reads.started, len(reads.offsets), reads.span_bytes
+        if reads.deadline is not None and time.monotonic() > reads.deadline:
+            error = io_error(errno.ETIMEDOUT, f"read of {reads.files[first].path}")
+            reads.started = end
+            self._ended_spans.append((reads, list(range(first, end)), error))
+            return True
+        # One is always started where there is nothing else, however long it is.
+        drive = min(places - self._started, max(bytes_left // span_bytes, not self._started))
+        turn_left = (TURN_BYTES - self._turn_bytes) * 4 // span_bytes
+        turn = min(TURN_TRANSFERS - self._turn_starts, max(turn_left, not self._turn_starts))
+        count = min(end - first, drive, turn)
+        if count > 0:
+            self._queue.add_spans(reads, first, first + count, self._posix.direct)
+            reads.started += count
+            self._started += count
+            self._started_bytes[reads.priority] += count * span_bytes
+            self._turn_starts += count
+            self._turn_bytes += count * span_bytes >> 2
+        if reads.started < end and drive > count:
+            self._turn_soon()
+        return reads.started == end
+
     def _offer(self) -> None:
         """Submit what was put into the ring. Without means the kernel is asked again, later."""
         assert self._queue is not None
@@ -329,9 +364,11 @@ class UringIO(CountedIO):
             self._retries += 1
             if self._retries > RETRIES:
                 self._retries = 0
-                for transfer in self._queue.withdraw():
-                    what = f"{transfer.operation.value} of {transfer.file.path}"
-                    self._end(transfer, io_error(number, what), transfer.nbytes)
+                failed, spans = self._queue.withdraw(number)
+                for one in failed:
+                    self._end(*one)
+                for part in spans:
+                    self._end_started_spans(*part)
             assert self._loop is not None
             if self._retry is not None:
                 self._retry.cancel()
@@ -343,8 +380,17 @@ class UringIO(CountedIO):
         self._started_bytes[transfer.priority] -= nbytes
         self._ended.append((transfer, error, nbytes))
 
+    def _end_started_spans(
+        self, reads: SpanReads, numbers: list[int], error: HsswapError | None
+    ) -> None:
+        """:meth:`_end` for spans."""
+        self._started -= len(numbers)
+        self._started_bytes[reads.priority] -= len(numbers) * reads.span_bytes
+        self._ended_spans.append((reads, numbers, error))
+
     def _deliver(self) -> None:
-        while self._ended:
+        while self._ended or self._ended_spans:
             self._end_transfers(self._ended)
+            self._end_spans(self._ended_spans)
             if self.after_deliveries is not None:
                 self.after_deliveries()

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.io import uring_abi as abi
-from hsswap.io.base import Operation, Transfer
-from hsswap.io.counted import Ended
+from hsswap.io.base import Operation, SpanReads, Transfer
+from hsswap.io.counted import Ended, EndedSpans
 from hsswap.io.linux import IOV_MAX, Moved
 from hsswap.io.posix import PosixFile, transfer_error
+from hsswap.io.problems import ended_early, io_error
 from hsswap.io.uring_ring import Entry, Ring
 
 ATTEMPTS = 1000
@@ -33,6 +34,8 @@ class DriveQueue:
         count = ring.entries
         self._free = list(range(count))
         self._transfers: list[Transfer | None] = [None] * count
+        self._reads: list[SpanReads | None] = [None] * count
+        self._spans = [-1] * count  # of those reads; -1: it is a transfer
         self._nbytes = [0] * count
         self._missing = [0] * count  # of them, still to come
         self._attempts: dict[int, int] = {}
@@ -64,6 +67,21 @@ class DriveQueue:
             entries.append((head, transfer.offset, transfer.addresses.item(), span_bytes, number))
         self._push(entries)
 
+    def add_spans(self, reads: SpanReads, begin: int, end: int, direct: bool) -> None:
+        """Put spans with these numbers into the ring, for :meth:`submit`."""
+        head = abi.OP_READ if direct else abi.OP_READ | ASYNC
+        files, offsets, addresses = reads.files, reads.offsets, reads.addresses
+        span_bytes, free = reads.span_bytes, self._free
+        entries: list[Entry] = []
+        for span in range(begin, end):
+            number = free.pop()
+            self._reads[number] = reads
+            self._spans[number] = span
+            self._missing[number] = span_bytes
+            word = head | files[span].descriptor << 32  # type: ignore[attr-defined]
+            entries.append((word, offsets[span], addresses[span], span_bytes, number))
+        self._push(entries)
+
     def submit(self) -> int:
         """Hand over what was added. 0, or the error number; what was not taken stays."""
         number = self.ring.submit()
@@ -72,23 +90,63 @@ class DriveQueue:
             self._pushed.clear()
         return number
 
-    def withdraw(self) -> list[Transfer]:
-        """Take out what the kernel did not take; returns its transfers."""
+    def withdraw(self, error: int) -> tuple[list[Ended], list[EndedSpans]]:
+        """Take out what the kernel did not take; it failed with this error number."""
         left = self._pushed[len(self._pushed) - self.ring.withdraw() :]
         self._iovecs.clear()
         self._pushed.clear()
-        return [self._release(number) for *_, number in left]
-
-    def reap(self) -> list[Ended]:
-        """Transfers that have ended. Those that came short are added again."""
         ended: list[Ended] = []
+        spans: list[EndedSpans] = []
+        for *_, number in left:
+            if self._spans[number] >= 0:
+                spans.append(self._failed_span(number, -error))
+            else:
+                transfer = self._release(number)
+                problem = transfer_error(transfer, Moved(0, error))
+                ended.append((transfer, problem, self._nbytes[number]))
+        return ended, spans
+
+    def reap(self) -> tuple[list[Ended], list[EndedSpans]]:
+        """What has ended. Transfers that came short are added again."""
+        ended: list[Ended] = []
+        failed: list[EndedSpans] = []
+        good: dict[SpanReads, list[int]] = {}
+        spans, missing = self._spans, self._missing
         for number, result in zip(*self.ring.reap(), strict=True):
-            if result == self._missing[number]:
+            if (span := spans[number]) >= 0:
+                if result == missing[number]:
+                    reads = self._release_span(number)
+                    if reads in good:
+                        good[reads].append(span)
+                    else:
+                        good[reads] = [span]
+                else:
+                    failed.append(self._failed_span(number, result))
+            elif result == missing[number]:
                 ended.append((self._release(number), None, self._nbytes[number]))
             elif (moved := self._go_on(number, result)) is not None:
                 transfer = self._release(number)
                 ended.append((transfer, transfer_error(transfer, moved), self._nbytes[number]))
-        return ended
+        failed.extend((reads, numbers, None) for reads, numbers in good.items())
+        return ended, failed
+
+    def _release_span(self, number: int) -> SpanReads:
+        reads = self._reads[number]
+        assert reads is not None
+        self._reads[number] = None
+        self._spans[number] = -1
+        self._free.append(number)
+        return reads
+
+    def _failed_span(self, number: int, result: int) -> EndedSpans:
+        """A span of which so many bytes came, or which failed with ``-errno``."""
+        span = self._spans[number]
+        reads = self._release_span(number)
+        path, offset = reads.files[span].path, reads.offsets[span]
+        what = f"reading {reads.span_bytes} bytes at {offset} of {path}"
+        if result < 0:
+            return reads, [span], io_error(-result, what)
+        return reads, [span], ended_early(what, result, reads.span_bytes)
 
     def _release(self, number: int) -> Transfer:
         transfer = self._transfers[number]

@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 
 
 @lru_cache(maxsize=64)
-def _array_type(nbytes: int) -> Any:
+def array_type(nbytes: int) -> Any:
+    """The type of a buffer of so many bytes; its ``from_address`` copies nothing, keeps nothing."""
     return ctypes.c_uint8 * nbytes
-
-
-def block_view(address: int, nbytes: int) -> Any:
-    """A buffer of ``nbytes`` bytes at an address. No copy, and nothing is kept alive by it."""
-    return _array_type(nbytes).from_address(address)
 
 
 def block_views(addresses: NDArray[np.uint64], nbytes: int) -> Iterator[memoryview]:
@@ -27,4 +23,4 @@ def block_views(addresses: NDArray[np.uint64], nbytes: int) -> Iterator[memoryvi
     ``from_address`` is the cheapest way from an address to a buffer (0.1 us; a view through
     PyMemoryView_FromMemory takes three times that).
     """
-    return map(memoryview, map(_array_type(nbytes).from_address, addresses.tolist()))
+    return map(memoryview, map(array_type(nbytes).from_address, addresses.tolist()))

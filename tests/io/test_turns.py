@@ -15,7 +15,8 @@ from hsswap.io.base import BlockIO, Operation, Transfer
 from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
 from hsswap.io.threads import DELIVERIES
-from hsswap.io.uring import TURN_TRANSFERS, UringIO
+from hsswap.io.uring import UringIO
+from hsswap.io.uring_limits import TURN_TRANSFERS
 from tests.io.support import PAGE, Pages, until
 from tests.io.transfers import transfer
 

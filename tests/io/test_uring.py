@@ -21,7 +21,8 @@ from hsswap.io import uring_abi as abi
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
-from hsswap.io.uring import TURN_BYTES, UringIO
+from hsswap.io.uring import UringIO
+from hsswap.io.uring_limits import TURN_BYTES
 from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
 from hsswap.io.uring_ring import Entry, Ring, RingCalls, RingRefused
 from tests.io.support import PAGE, Pages, pattern
@@ -84,7 +85,8 @@ def end_all(queue: DriveQueue, ring: FakeRing) -> list[tuple[Transfer, HsswapErr
     ended: list[tuple[Transfer, HsswapError | None]] = []
     while ring.pending:
         assert queue.submit() == 0
-        ended.extend((one, error) for one, error, nbytes in queue.reap() if nbytes == one.nbytes)
+        done, _ = queue.reap()
+        ended.extend((one, error) for one, error, nbytes in done if nbytes == one.nbytes)
     return ended
 
 

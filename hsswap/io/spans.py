@@ -1,0 +1,229 @@
+"""Reads of single blocks all over the disk, asked for in one call: the short way through a store.
+
+A :class:`~hsswap.io.runs.BlockRun` costs 10 us of processor on its way, whatever its length; here
+that is spent once a call and once a turn of the loop. What is not plain goes the other way: blocks
+with neighbours, that wait for a write, whose file is not there, or whose read failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.checksum import crc32, identity_seeds
+from hsswap.errors import HsswapError
+from hsswap.io.base import BlockIO, Operation, SpanReads
+from hsswap.io.calls import Call
+from hsswap.io.contents import Contents
+from hsswap.io.counters import Counters
+from hsswap.io.ids import BlockIds
+from hsswap.io.layout import SegmentLayout, plan_runs
+from hsswap.io.runs import (
+    BlockOrder,
+    BlockRun,
+    OnBlocksDone,
+    Report,
+    RunDone,
+    compare_checksums,
+)
+from hsswap.io.segments import Segment, Segments
+from hsswap.io.views import array_type
+
+SPANS_MIN = 2
+"""Blocks in a call for which it is shorter."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class BlockSpans(SpanReads):
+    """Blocks of one layer. Of each: ``indices``, ``positions`` in the call's arrays, the segment,
+    the generation, the seed of its checksum and the checksum to expect. ``bad``: numbers of blocks
+    that came back as others than were written.
+    """
+
+    layer: int
+    indices: list[int]
+    positions: NDArray[np.int64]
+    segments: list[Segment]
+    generations: NDArray[np.int64]
+    seeds: list[int]
+    crcs: list[int]
+    notify: OnBlocksDone
+    run_done: RunDone
+    bad: set[int] = field(default_factory=set)
+
+    def single(self, number: int) -> BlockRun:
+        """The n-th block as a run."""
+        part = slice(number, number + 1)
+        return BlockRun(
+            Operation.READ,
+            self.files[number],
+            self.offsets[number],
+            np.array(self.addresses[part], np.uint64),
+            self.span_bytes,
+            self.priority,
+            self.run_done,
+            None,
+            compare_checksums,
+            self.deadline,
+            self.owner,
+            True,
+            layer=self.layer,
+            first=self.indices[number],
+            positions=self.positions[part],
+            generations=self.generations[part],
+            seeds=self.seeds[part],
+            notify=self.notify,
+            crcs=self.crcs[part],
+        )
+
+
+def compare_spans(spans: BlockSpans, numbers: list[int]) -> None:
+    """The verify hook: find the blocks that came back as others than were written."""
+    addresses, seeds, crcs = spans.addresses, spans.seeds, spans.crcs
+    view = array_type(spans.span_bytes).from_address
+    for number in numbers:
+        if crc32(view(addresses[number]), seeds[number]) != crcs[number]:
+            spans.bad.add(number)
+
+
+def alone_and_joined(
+    indices: NDArray[np.int64], block_bytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Places of the blocks that are runs of their own, and of the others."""
+    order, bounds = plan_runs(indices, block_bytes)
+    if len(bounds) == len(order) + 1:
+        return order, order[:0]
+    single = np.repeat((lengths := np.diff(bounds)) == 1, lengths)
+    return order[single], order[~single]
+
+
+class SpanReader:
+    """Starts and ends the reads of a store that go the short way. On the loop's thread.
+
+    ``on_failed(run, error)``: a block that did not come back, or (no error, ``run.bad``) not as it
+    was written. ``on_refused(runs, error)``: blocks that the backend did not take. They still hold
+    their blocks and segments. ``woken`` and ``reports`` are the mover's.
+    """
+
+    def __init__(
+        self,
+        backend: BlockIO,
+        ids: BlockIds,
+        contents: Contents,
+        segments: Segments,
+        order: BlockOrder,
+        counters: Counters,
+        woken: deque[BlockRun],
+        reports: deque[Report],
+        on_failed: RunDone,
+        on_refused: Callable[[list[BlockRun], HsswapError], None],
+    ) -> None:
+        self._io = backend
+        self._ids = ids
+        self._contents = contents
+        self._segments = segments
+        self._order = order
+        self._counters = counters
+        self._woken = woken
+        self._reports = reports
+        self._on_failed = on_failed
+        self._on_refused = on_refused
+        self._good: list[tuple[BlockSpans, list[int]]] = []
+
+    def begin(
+        self,
+        call: Call,
+        positions: NDArray[np.int64] | None,
+        layout: SegmentLayout,
+        room: int,
+        run_done: RunDone,
+    ) -> NDArray[np.int64] | None:
+        """Start the blocks of a call that may go this way. Returns the positions that are left.
+
+        ``positions``: of the blocks to read in the call's arrays, None for all. ``room``: how many
+        may be started.
+        """
+        layer, block_bytes = call.layer, layout.block_bytes[call.layer]
+        wanted = call.indices if positions is None else call.indices[positions]
+        if not SPANS_MIN <= len(wanted) <= room or block_bytes > self._io.span_limit:
+            return positions
+        alone, joined = alone_and_joined(wanted, block_bytes)
+        if positions is not None:
+            alone, joined = positions[alone], positions[joined]
+        indices = call.indices[alone]
+        listed: list[int] = indices.tolist()
+        segments = self._segments.with_files(listed)
+        if len(alone) < SPANS_MIN or segments is None:
+            return positions
+        if not self._order.admit_reads(layer, indices):
+            return positions
+        generations = self._ids.generations(indices)
+        spans = BlockSpans(
+            [segment.file for segment in segments if segment.file is not None],
+            layout.offsets(layer, indices).tolist(),
+            call.addresses[alone].tolist(),
+            block_bytes,
+            call.priority,
+            self._done,
+            compare_spans,
+            call.deadline,
+            call.owner,
+            layer=layer,
+            indices=listed,
+            positions=alone,
+            segments=segments,
+            generations=generations,
+            seeds=identity_seeds(layer, indices, generations).tolist(),
+            crcs=self._contents.checksums[layer, indices].tolist(),
+            notify=call.on_done,
+            run_done=run_done,
+        )
+        for segment in segments:
+            segment.users += 1
+        self._counters.in_flight += len(listed)
+        try:
+            self._io.submit_spans(spans)
+        except HsswapError as error:  # the backend was closed by somebody else
+            runs = [spans.single(number) for number in range(len(listed))]
+            asyncio.get_running_loop().call_soon(self._on_refused, runs, error)
+        return joined
+
+    def _done(self, spans: BlockSpans, numbers: list[int], error: HsswapError | None) -> None:
+        """Blocks came back from the backend. What follows is done for all that came in one go."""
+        if error is None and not spans.bad:
+            self._good.append((spans, numbers))
+            return
+        for number in numbers:
+            if error is None and number not in spans.bad:
+                self._good.append((spans, [number]))
+                continue
+            run = spans.single(number)
+            if error is None:
+                run.bad = np.ones(1, np.bool_)
+            self._on_failed(run, error)
+
+    def settle(self) -> None:
+        """End the blocks that came back as they were written; their reports are put in line."""
+        good, self._good = self._good, []
+        layers: dict[int, list[int]] = {}
+        for spans, numbers in good:
+            indices = layers.setdefault(spans.layer, [])
+            indices += [spans.indices[number] for number in numbers]
+        for layer, indices in layers.items():
+            if not self._order.release_reads(layer, indices):
+                for spans, numbers in good:
+                    if spans.layer == layer:
+                        for number in numbers:
+                            self._woken.extend(self._order.release(spans.single(number)))
+        counters, read = self._counters, Operation.READ
+        for spans, numbers in good:
+            self._segments.leave([spans.segments[number] for number in numbers])
+            counters.calls[read] += len(numbers)
+            counters.blocks[read] += len(numbers)
+            counters.nbytes[read] += len(numbers) * spans.span_bytes
+            self._reports.append((spans.notify, spans.positions[numbers]))
