@@ -142,11 +142,12 @@ class SpanReads:
     For many short ones: what a :class:`Transfer` costs each is spent once for all. ``files``,
     ``offsets``, ``addresses``: of each span, numbered from 0; ``span_bytes``: of all.
 
-    ``verify(reads, numbers)`` runs right after these spans were read, on the loop's thread: it must
-    be quick, as there, and raise nothing. ``on_done(reads, numbers, error)`` tells of every number
-    exactly once, of several together where they succeeded. A span that came short, or that the
-    kernel turned away, is an error: it may be tried again, as a transfer. ``started``: how many the
-    backend has started, in their order. Everything else as in a transfer.
+    ``verify(reads, numbers)`` runs right after these spans were read, on the loop's thread, where
+    it must be quick, as there; on a thread if :attr:`BlockIO.spans_on_threads`. An HsswapError
+    raised there is the error of these spans. ``on_done(reads, numbers, error)`` tells of every
+    number exactly once, of several together where they succeeded. A span that came short, or that
+    the kernel turned away, is an error: it may be tried again, as a transfer. ``started``: how many
+    the backend has started, in their order. Everything else as in a transfer.
     """
 
     files: list[IOFile]
@@ -163,6 +164,8 @@ class SpanReads:
     def check(self, alignment: int) -> None:
         """Raise ArgumentError unless every span lies within its file and is aligned."""
         bits = self.span_bytes
+        if not self.files:
+            raise ArgumentError("no spans were given")
         for file, offset, address in zip(self.files, self.offsets, self.addresses, strict=True):
             bits |= offset | address
             if not 0 <= offset <= file.nbytes - self.span_bytes or not address:
@@ -240,7 +243,8 @@ class BlockIO(ABC):
 
     ``name`` is what :func:`hsswap.io.open_backend` knows it by. ``alignment``: bytes, a power of
     two. ``needs_directory``: whether its files are in a file system. ``limit``: transfers in flight
-    at most. ``after_deliveries``: called after the last ``on_done`` of those that are called in one
+    at most. ``spans_on_threads``: whether spans are verified on threads, so that it may wait.
+    ``after_deliveries``: called after the last ``on_done`` of those that are called in one
     go, so that what is done for many costs as for one; set by who submits, must not raise.
     ``why``: the reason for the choice where there was one (``auto``), known once started.
     """
@@ -249,6 +253,7 @@ class BlockIO(ABC):
     needs_directory: bool
     alignment: int = DISK_ALIGNMENT
     limit: int
+    spans_on_threads: bool = False
     after_deliveries: Callable[[], None] | None = None
     why: str = ""
 

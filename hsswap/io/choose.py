@@ -97,6 +97,7 @@ class AutoIO(BlockIO):
             await to_the_end(uring.close, self._posix.close)
             raise
         self._chosen, self.name, self.limit = chosen, chosen.name, chosen.limit
+        self.spans_on_threads = chosen.spans_on_threads
         loser: BlockIO = uring if chosen is self._posix else self._posix
         await loser.close()
 

@@ -21,6 +21,7 @@ Rules that follow from how kvikio works (``facts/dependencies.md`` 5):
   whoever awaits changes nothing of that.
 * Compatibility pins 16 MiB of host memory for every thread that moves something, its own and those
   of the pool, until the last backend of the process closes.
+* Spans read in one call are checked in one call of the device as well.
 * kvikio orders nothing with streams. Finish what reads or writes the memory before
   :meth:`~hsswap.io.base.BlockIO.submit`, and start what uses it after ``on_done``.
 * ``prepare`` and ``verify`` see a transfer's addresses as they are; on device memory they must not
@@ -40,9 +41,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hsswap.errors import ArgumentError, BlockIOError, ConfigError, HsswapError
-from hsswap.io.base import IOFile, Operation, Priority, Transfer
-from hsswap.io.counted import QUEUE_LIMIT
+from hsswap.errors import ArgumentError, ConfigError, HsswapError
+from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
+from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.gds_driver import Allocation, CudaDriver, GdsUnavailable
 from hsswap.io.gds_kvikio import (
     KVIKIO_ERRORS,
@@ -50,16 +51,18 @@ from hsswap.io.gds_kvikio import (
     DeviceBuffer,
     Kvikio,
     acquire,
-    errno_of,
     release,
-    words_of,
 )
-from hsswap.io.gds_pieces import Piece, describe, pieces_of
+from hsswap.io.gds_pieces import Piece, describe, failure, pieces_of
 from hsswap.io.gds_probe import Reason, missing_packages, why_no_gpudirect
+from hsswap.io.gds_spans import read_here, read_on_pool
 from hsswap.io.posix import PosixFile, PosixIO
-from hsswap.io.problems import ended_early, io_error
-from hsswap.io.threads import Job
+from hsswap.io.problems import ended_early
+from hsswap.io.threads import SPANS_TOGETHER, Job
 from hsswap.io.waiting import to_the_end, until_done
+
+DEVICE_SPAN_LIMIT = 1 << 20
+"""Checking spans costs a launch and a wait for the device, whatever their number and length."""
 
 
 class Compatibility(Enum):
@@ -203,7 +206,7 @@ class GdsIO(PosixIO):
         try:
             self._cufiles[file] = self._kvikio.open(file.descriptor)
         except KVIKIO_ERRORS as error:
-            raise _failure(error, f"opening {file.path} with kvikio") from error
+            raise failure(error, f"opening {file.path} with kvikio") from error
 
     def _close_file(self, file: IOFile) -> None:
         self._close_cufile(file)
@@ -228,6 +231,29 @@ class GdsIO(PosixIO):
             moved = self._move_on_pool(transfer, pieces)
         if moved < transfer.nbytes:
             raise ended_early(describe(transfer), moved, transfer.nbytes)
+
+    @property
+    def span_limit(self) -> int:
+        return DEVICE_SPAN_LIMIT
+
+    def _spans_together(self, reads: SpanReads) -> int:
+        assert self._kvikio is not None
+        # On the pool they go side by side whichever thread waits for them.
+        if not self._kvikio.true_path and self._allocation_of(reads.addresses[0]) is not None:
+            return SPANS_TOGETHER
+        return super()._spans_together(reads)
+
+    def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
+        assert self._driver is not None
+        assert self._kvikio is not None
+        first = self._allocation_of(reads.addresses[numbers[0]])
+        if first is None:
+            return super()._read_spans(reads, numbers)
+        self._context = first.context
+        if not self._kvikio.true_path:
+            return read_on_pool(reads, numbers, self._cufiles, self._allocation_of)
+        make_current = self._driver.make_current
+        return read_here(reads, numbers, self._cufiles, self._allocation_of, make_current)
 
     def _allocation_of(self, address: int) -> Allocation | None:
         for found in self._arenas:  # known to stay as they are, so the driver need not be asked
@@ -257,7 +283,7 @@ class GdsIO(PosixIO):
                     DeviceBuffer(base, nbytes), piece.nbytes, piece.offset, piece.address - base
                 )
             except KVIKIO_ERRORS as error:
-                raise _failure(error, describe(transfer)) from error
+                raise failure(error, describe(transfer)) from error
             moved += count
             if count < piece.nbytes:
                 break
@@ -282,7 +308,7 @@ class GdsIO(PosixIO):
             except KVIKIO_ERRORS as error:
                 problem = problem or error
         if problem is not None:
-            raise _failure(problem, describe(transfer)) from problem
+            raise failure(problem, describe(transfer)) from problem
         return moved
 
     def _register(self, address: int, owner: object) -> None:
@@ -298,7 +324,7 @@ class GdsIO(PosixIO):
             try:
                 self._kvikio.register(DeviceBuffer(found.base, found.nbytes))
             except KVIKIO_ERRORS as error:
-                raise _failure(error, f"registering {found.nbytes} bytes") from error
+                raise failure(error, f"registering {found.nbytes} bytes") from error
             self._registered[found.base] = found, owner
             self._arenas += (found,)
 
@@ -319,7 +345,7 @@ class GdsIO(PosixIO):
         try:
             self._kvikio.unregister(DeviceBuffer(found.base, found.nbytes))
         except KVIKIO_ERRORS as error:
-            raise _failure(error, f"unregistering {found.nbytes} bytes") from error
+            raise failure(error, f"unregistering {found.nbytes} bytes") from error
 
     # The end.
 
@@ -348,13 +374,3 @@ class GdsIO(PosixIO):
                 self._driver.make_current(self._context)
         if self._kvikio is not None:
             release(self._kvikio)
-
-
-def _failure(error: Exception, what: str) -> BlockIOError:
-    """kvikio's error; the system's number is only in its text."""
-    number = errno_of(error)
-    if number:
-        return io_error(number, what)
-    return BlockIOError(
-        f"{what} failed: {words_of(error)}; check the drive, the driver and cufile.log"
-    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, BlockIOError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.gds_driver import Allocation
+from hsswap.io.gds_kvikio import errno_of, words_of
+from hsswap.io.problems import io_error
 
 
 class Piece(NamedTuple):
@@ -17,6 +19,16 @@ class Piece(NamedTuple):
     address: int
     nbytes: int
     offset: int
+
+
+def failure(error: Exception, what: str) -> BlockIOError:
+    """An error of kvikio as ours; the system's number is only in its text."""
+    number = errno_of(error)
+    if number:
+        return io_error(number, what)
+    return BlockIOError(
+        f"{what} failed: {words_of(error)}; check the drive, the driver and cufile.log"
+    )
 
 
 def describe(transfer: Transfer) -> str:

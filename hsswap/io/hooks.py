@@ -7,8 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hsswap.errors import BlockIOError, HsswapError
+from hsswap.errors import HsswapError
 from hsswap.io.base import Operation, Transfer
+from hsswap.io.problems import unexpected
 
 
 def run_hook(hook: Callable[..., None], *arguments: object) -> HsswapError | None:
@@ -18,9 +19,7 @@ def run_hook(hook: Callable[..., None], *arguments: object) -> HsswapError | Non
     except HsswapError as problem:
         return problem
     except Exception as problem:  # a fault of ours: whoever waits must hear of it
-        error = BlockIOError(f"a hook failed: unexpected {problem!r}; please report it")
-        error.__cause__ = problem
-        return error
+        return unexpected("a hook failed", problem)
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+IOVEC_BYTES = 16
 IOV_MAX = 1024
 """Spans one call takes (limits.h; the kernel's UIO_MAXIOV)."""
 
@@ -105,7 +106,7 @@ def move_all(
         if within:
             iovecs[span] = addresses[span] + np.uint64(within), span_bytes - within
         count = min(len(addresses) - span, IOV_MAX)
-        moved = call(descriptor, table + 16 * span, count, offset + done)
+        moved = call(descriptor, table + IOVEC_BYTES * span, count, offset + done)
         if moved == -errno.EINTR:
             continue
         if moved < 0:

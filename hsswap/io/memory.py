@@ -22,7 +22,7 @@ from hsswap.io.base import IOFile, Operation, Transfer
 from hsswap.io.counted import QUEUE_LIMIT
 from hsswap.io.powercut import PowerModel, PowerState
 from hsswap.io.problems import ended_early, io_error
-from hsswap.io.threads import Job, ThreadedIO
+from hsswap.io.threads import ThreadedIO, Work
 
 
 class FaultKind(Enum):
@@ -121,7 +121,7 @@ class MemoryIO(ThreadedIO):
             self._by_path[path] = MemoryFile(path, len(content), content)
         self._power = PowerModel(files or {}) if power else None
         self._after_each = after_each
-        self._parked: list[Transfer | Job] = []
+        self._parked: list[Work] = []
         self._parking = True
         self._park_lock = threading.Lock()
 
@@ -179,7 +179,7 @@ class MemoryIO(ThreadedIO):
                 raise _NeverEndsError
         return found
 
-    def _execute(self, item: Transfer | Job) -> None:
+    def _execute(self, item: Work) -> None:
         try:
             super()._execute(item)
         except _NeverEndsError:
@@ -189,7 +189,7 @@ class MemoryIO(ThreadedIO):
                     return
             self._complete(item, self._never_ended())
 
-    def _complete(self, item: Transfer | Job, error: HsswapError | None) -> None:
+    def _complete(self, item: Work, error: HsswapError | None) -> None:
         if self._after_each is not None:
             self._after_each(self)
         super()._complete(item, error)

@@ -104,7 +104,7 @@ class RunMover:
         """Take over the blocks at these positions of a call's arrays, None for all. Their reports
         come later, on the loop.
         """
-        if call.operation is Operation.READ and call.checksums is None:
+        if call.operation is Operation.READ:
             room = 0 if self._ready or self._backlog else self._io.room - self._reserved
             positions = self._spans.begin(call, positions, layout, room, self.run_done)
         if positions is None or len(positions):

@@ -6,22 +6,27 @@ It needs nothing but Linux. Each run costs two wake-ups of threads and the way t
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import BlockIOError, ConfigError
 from hsswap.io import linux
-from hsswap.io.base import IOFile, Operation, Transfer
-from hsswap.io.counted import QUEUE_LIMIT
+from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
+from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.problems import ended_early, from_os_error, io_error
 from hsswap.io.threads import ThreadedIO
 
 PROBE_NAME = "hsswap.probe"
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_THREADS = 64
+SPAN_LIMIT = 256 * 1024
+"""Longer ones gain nothing by sharing a thread's way through queue and loop."""
 
 
 def sync_directory(path: Path) -> None:
@@ -61,6 +66,7 @@ class PosixIO(ThreadedIO):
 
     name = "posix"
     needs_directory = True
+    spans_on_threads = True
 
     def __init__(
         self,
@@ -195,6 +201,27 @@ class PosixIO(ThreadedIO):
         assert isinstance(file, PosixFile)
         os.close(file.descriptor)
 
+    @property
+    def span_limit(self) -> int:
+        return SPAN_LIMIT
+
+    def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
+        iovecs = np.empty((len(numbers), 2), np.uint64)
+        iovecs[:, 0] = [reads.addresses[number] for number in numbers]
+        iovecs[:, 1] = reads.span_bytes
+        entry: int = iovecs.__array_interface__["data"][0]
+        failed: list[EndedSpans] = []
+        for number in numbers:
+            file = reads.files[number]
+            assert isinstance(file, PosixFile)
+            moved = -errno.EINTR
+            while moved == -errno.EINTR:
+                moved = self._system.read(file.descriptor, entry, 1, reads.offsets[number])
+            if moved != reads.span_bytes:
+                failed.append((reads, [number], span_error(reads, number, moved)))
+            entry += linux.IOVEC_BYTES
+        return failed
+
     def _move(self, transfer: Transfer) -> None:
         file = transfer.file
         assert isinstance(file, PosixFile)
@@ -209,6 +236,19 @@ class PosixIO(ThreadedIO):
         )
         if moved.error or moved.nbytes < transfer.nbytes:
             raise transfer_error(transfer, moved)
+
+
+def span_error(reads: SpanReads, number: int, moved: int) -> BlockIOError:
+    """The error of a span of which so many bytes came, or which failed with ``-errno``."""
+    if moved < 0:
+        return io_error(-moved, describe_span(reads, number))
+    return ended_early(describe_span(reads, number), moved, reads.span_bytes)
+
+
+def describe_span(reads: SpanReads, number: int) -> str:
+    """The beginning of a message about a span."""
+    place = f"{reads.offsets[number]} of {reads.files[number].path}"
+    return f"reading {reads.span_bytes} bytes at {place}"
 
 
 def transfer_error(transfer: Transfer, moved: linux.Moved) -> BlockIOError:

@@ -41,6 +41,13 @@ def from_os_error(error: OSError, what: str) -> BlockIOError:
     return io_error(error.errno or errno.EIO, what)
 
 
+def unexpected(where: str, problem: Exception) -> BlockIOError:
+    """The error for a fault of ours, which whoever waits must hear of."""
+    error = BlockIOError(f"{where}: unexpected {problem!r}; please report it")
+    error.__cause__ = problem
+    return error
+
+
 def ended_early(what: str, moved: int, wanted: int) -> BlockIOError:
     """The error for a transfer that stopped moving bytes."""
     return BlockIOError(

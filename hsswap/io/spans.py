@@ -11,13 +11,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.checksum import crc32, identity_seeds
 from hsswap.errors import HsswapError
-from hsswap.io.base import BlockIO, Operation, SpanReads
+from hsswap.io.base import BlockChecksums, BlockIO, Operation, SpanReads
 from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
 from hsswap.io.counters import Counters
@@ -29,6 +30,7 @@ from hsswap.io.runs import (
     OnBlocksDone,
     Report,
     RunDone,
+    compare_by,
     compare_checksums,
 )
 from hsswap.io.segments import Segment, Segments
@@ -54,6 +56,7 @@ class BlockSpans(SpanReads):
     crcs: list[int]
     notify: OnBlocksDone
     run_done: RunDone
+    checksums: BlockChecksums | None
     bad: set[int] = field(default_factory=set)
 
     def single(self, number: int) -> BlockRun:
@@ -68,10 +71,10 @@ class BlockSpans(SpanReads):
             self.priority,
             self.run_done,
             None,
-            compare_checksums,
+            partial(compare_by, self.checksums) if self.checksums else compare_checksums,
             self.deadline,
             self.owner,
-            True,
+            self.checksums is None,
             layer=self.layer,
             first=self.indices[number],
             positions=self.positions[part],
@@ -85,6 +88,12 @@ class BlockSpans(SpanReads):
 def compare_spans(spans: BlockSpans, numbers: list[int]) -> None:
     """The verify hook: find the blocks that came back as others than were written."""
     addresses, seeds, crcs = spans.addresses, spans.seeds, spans.crcs
+    if spans.checksums is not None:
+        where = np.array([addresses[number] for number in numbers], np.uint64)
+        begins = np.array([seeds[number] for number in numbers], np.uint32)
+        found = spans.checksums(where, spans.span_bytes, begins).tolist()
+        spans.bad.update(n for n, crc in zip(numbers, found, strict=True) if crc != crcs[n])
+        return
     view = array_type(spans.span_bytes).from_address
     for number in numbers:
         if crc32(view(addresses[number]), seeds[number]) != crcs[number]:
@@ -152,6 +161,8 @@ class SpanReader:
         wanted = call.indices if positions is None else call.indices[positions]
         if not SPANS_MIN <= len(wanted) <= room or block_bytes > self._io.span_limit:
             return positions
+        if call.checksums is not None and not self._io.spans_on_threads:
+            return positions  # it may wait for the device
         alone, joined = alone_and_joined(wanted, block_bytes)
         if positions is not None:
             alone, joined = positions[alone], positions[joined]
@@ -181,6 +192,7 @@ class SpanReader:
             seeds=identity_seeds(layer, indices, generations).tolist(),
             crcs=self._contents.checksums[layer, indices].tolist(),
             notify=call.on_done,
+            checksums=call.checksums,
             run_done=run_done,
         )
         for segment in segments:

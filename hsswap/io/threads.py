@@ -10,17 +10,20 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hsswap.errors import ArgumentError, BlockIOError, HsswapError
-from hsswap.io.base import IOFile, Operation, Priority, Transfer
-from hsswap.io.counted import CountedIO, Ended
-from hsswap.io.problems import io_error
+from hsswap.errors import ArgumentError, HsswapError
+from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
+from hsswap.io.counted import CountedIO, Ended, EndedSpans
+from hsswap.io.hooks import run_hook
+from hsswap.io.problems import io_error, unexpected
 
 T = TypeVar("T")
 
+SPANS_TOGETHER = 16
+"""Read by one thread in one go: they cost it a way through the queue and the loop once."""
 DELIVERIES = 16
 """Ends told in one go; then the loop has its turn, however many threads go on adding to them."""
 
@@ -32,6 +35,20 @@ class Job:
     run: Callable[[], Any]
     future: asyncio.Future[Any]
     result: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class SpanGroup:
+    """Spans that one thread reads, one after the other, and that end together; those that failed
+    alone. ``ended``: what became of them.
+    """
+
+    reads: SpanReads
+    numbers: list[int]
+    ended: list[EndedSpans] = field(default_factory=list)
+
+
+Work = Transfer | Job | SpanGroup
 
 
 class ThreadedIO(CountedIO):
@@ -53,11 +70,12 @@ class ThreadedIO(CountedIO):
         self._sequence = 0
         self._jobs_in_flight = 0
         self._ended: deque[Ended] = deque()
+        self._ended_spans: deque[EndedSpans] = deque()
         # --- shared with the threads
         self._condition = threading.Condition(threading.Lock())
-        self._queue: list[tuple[int, int, Transfer | Job]] = []
+        self._queue: list[tuple[int, int, Work]] = []
         self._stopping = False
-        self._completed: deque[tuple[Transfer | Job, HsswapError | None]] = deque()
+        self._completed: deque[tuple[Work, HsswapError | None]] = deque()
         self._wake_pending = False
 
     # What a backend of this kind supplies; all of it runs on the threads.
@@ -84,6 +102,14 @@ class ThreadedIO(CountedIO):
     @abstractmethod
     def _move(self, transfer: Transfer) -> None:
         """Move the bytes of a transfer, or raise HsswapError."""
+
+    def _spans_together(self, reads: SpanReads) -> int:
+        """How many of them one thread reads."""
+        return min(SPANS_TOGETHER, -(-len(reads.files) // len(self._thread_names)))
+
+    def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
+        """Read spans; those that failed, each with its error. The others are then verified."""
+        raise NotImplementedError(f"{self.name} has no span_limit")
 
     def _close_file(self, file: IOFile) -> None:
         """Give back what an open file holds. On the loop's thread, at the end of close."""
@@ -149,6 +175,18 @@ class ThreadedIO(CountedIO):
         self._accept(batch)
         self._push([(transfer.priority, transfer) for transfer in batch])
 
+    def submit_spans(self, reads: SpanReads) -> None:
+        if not self.span_limit:
+            super().submit_spans(reads)
+        self._accept_spans(reads)
+        count, size = len(reads.files), self._spans_together(reads)
+        self._push(
+            [
+                (reads.priority, SpanGroup(reads, list(range(at, min(at + size, count)))))
+                for at in range(0, count, size)
+            ]
+        )
+
     # On the loop's thread.
 
     def _call(self, run: Callable[[], T]) -> asyncio.Future[T]:
@@ -158,7 +196,7 @@ class ThreadedIO(CountedIO):
         self._push([(Priority.WRITE, Job(run, future))])
         return future
 
-    def _push(self, work: Sequence[tuple[Priority, Transfer | Job]]) -> None:
+    def _push(self, work: Sequence[tuple[Priority, Work]]) -> None:
         with self._condition:
             for priority, item in work:
                 self._sequence += 1
@@ -168,20 +206,25 @@ class ThreadedIO(CountedIO):
     def _deliver(self) -> None:
         """Hand out what has ended, so many at a time. Scheduled by the threads."""
         self._wake_pending = False
-        completed, ended = self._completed, self._ended
+        completed, ended, spans, taken = self._completed, self._ended, self._ended_spans, 0
         try:
-            for _ in range(min(len(completed), DELIVERIES)):
+            while completed and taken < DELIVERIES:
                 item, error = completed.popleft()
-                if isinstance(item, Job):
+                taken += 1
+                if isinstance(item, SpanGroup):
+                    spans.extend(item.ended)
+                    taken += len(item.numbers) - 1
+                elif isinstance(item, Job):
                     self._deliver_job(item, error)
                 else:
                     ended.append((item, error, item.nbytes))
             self._end_transfers(ended)
+            self._end_spans(spans)
             if self.after_deliveries is not None:
                 self.after_deliveries()
         finally:
             # Left over: more than that, or KeyboardInterrupt or SystemExit came through an on_done.
-            left = completed or ended
+            left = completed or ended or spans
             if left and not self._wake_pending and self._loop is not None:
                 self._wake_pending = True
                 self._loop.call_soon(self._deliver)
@@ -219,7 +262,7 @@ class ThreadedIO(CountedIO):
             self._execute(item)
             del item  # an idle thread must not keep a buffer alive
 
-    def _take(self) -> Transfer | Job | None:
+    def _take(self) -> Work | None:
         with self._condition:
             while not self._queue:
                 if self._stopping:
@@ -227,19 +270,37 @@ class ThreadedIO(CountedIO):
                 self._condition.wait()
             return heapq.heappop(self._queue)[2]
 
-    def _execute(self, item: Transfer | Job) -> None:
+    def _execute(self, item: Work) -> None:
         error: HsswapError | None = None
         try:
-            if isinstance(item, Job):
+            if isinstance(item, SpanGroup):
+                self._read_group(item)
+            elif isinstance(item, Job):
                 item.result = item.run()
             else:
                 self._transfer(item)
         except HsswapError as problem:
             error = problem
         except Exception as problem:  # a fault of ours: whoever waits must hear of it
-            error = BlockIOError(f"{self.name}: unexpected {problem!r}; please report it")
-            error.__cause__ = problem
+            error = unexpected(self.name, problem)
         self._complete(item, error)
+
+    def _read_group(self, group: SpanGroup) -> None:
+        reads, numbers = group.reads, group.numbers
+        error = None
+        try:
+            if reads.deadline is not None and time.monotonic() > reads.deadline:
+                raise io_error(errno.ETIMEDOUT, f"read of {reads.files[numbers[0]].path}")
+            group.ended = self._read_spans(reads, numbers)
+            failed = {number for _, part, _ in group.ended for number in part}
+            numbers = [number for number in numbers if number not in failed]
+        except HsswapError as problem:
+            error = problem
+        except Exception as problem:
+            error = unexpected(self.name, problem)
+        if numbers:
+            error = error or run_hook(reads.verify, reads, numbers)
+            group.ended.append((reads, numbers, error))
 
     def _transfer(self, transfer: Transfer) -> None:
         if transfer.deadline is not None and time.monotonic() > transfer.deadline:
@@ -253,7 +314,7 @@ class ThreadedIO(CountedIO):
             if transfer.verify is not None:
                 transfer.verify(transfer)
 
-    def _complete(self, item: Transfer | Job, error: HsswapError | None) -> None:
+    def _complete(self, item: Work, error: HsswapError | None) -> None:
         self._completed.append((item, error))
         if not self._wake_pending:
             # Two threads may both get here: one wake-up too many, which finds nothing to do.

@@ -11,8 +11,7 @@ from hsswap.io import uring_abi as abi
 from hsswap.io.base import Operation, SpanReads, Transfer
 from hsswap.io.counted import Ended, EndedSpans
 from hsswap.io.linux import IOV_MAX, Moved
-from hsswap.io.posix import PosixFile, transfer_error
-from hsswap.io.problems import ended_early, io_error
+from hsswap.io.posix import PosixFile, span_error, transfer_error
 from hsswap.io.uring_ring import Entry, Ring
 
 ATTEMPTS = 1000
@@ -142,11 +141,7 @@ class DriveQueue:
         """A span of which so many bytes came, or which failed with ``-errno``."""
         span = self._spans[number]
         reads = self._release_span(number)
-        path, offset = reads.files[span].path, reads.offsets[span]
-        what = f"reading {reads.span_bytes} bytes at {offset} of {path}"
-        if result < 0:
-            return reads, [span], io_error(-result, what)
-        return reads, [span], ended_early(what, result, reads.span_bytes)
+        return reads, [span], span_error(reads, span, result)
 
     def _release(self, number: int) -> Transfer:
         transfer = self._transfers[number]

@@ -36,6 +36,7 @@ from tests.io.gds_support import (
     stand_in,
 )
 from tests.io.support import BLOCK, DIMS, PAGE, Outcome, Pages, fresh, pattern, read, write
+from tests.io.test_spans import Ends, spans
 from tests.io.transfers import ignore, run, transfer
 
 if missing := missing_here():
@@ -128,6 +129,54 @@ async def test_spans_in_several_allocations_and_neighbours_in_one_call(
     assert await run(io, transfer(Operation.READ, file, host, ignore)) == [None]
     assert np.array_equal(host.spans, np.concatenate([first.spans, second.spans]))
     assert drivers.cufile("reads") == reads  # host memory takes no detour
+    await io.close()
+
+
+async def test_short_reads_into_the_device(backend: GdsIO, tmp_path: Path) -> None:
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 16 * PAGE)
+    content, source = pattern(16, PAGE, 1), Pages(16)
+    source.spans[:] = content
+    assert await run(backend, transfer(Operation.WRITE, file, source, ignore)) == [None]
+    there, where = DevicePages(8), [3, 15, 0, 7, 8, 2, 2, 9]
+    ends = Ends(8)
+    backend.submit_spans(spans([file] * 8, [PAGE * n for n in where], there, ends))
+    assert set((await ends.all()).values()) == {None}
+    there.download()
+    assert np.array_equal(there.spans, content[where])
+    await backend.close()
+
+
+async def test_short_reads_fail_each_alone(backend: GdsIO, tmp_path: Path) -> None:
+    await backend.start(tmp_path)
+    file = await backend.create_file(tmp_path / "file", 16 * PAGE)
+    content, source = pattern(16, PAGE, 1), Pages(16)
+    source.spans[:] = content
+    assert await run(backend, transfer(Operation.WRITE, file, source, ignore)) == [None]
+    os.truncate(file.path, 8 * PAGE)
+    there, ends = DevicePages(4), Ends(4)
+    reads = spans([file] * 4, [0, PAGE, 9 * PAGE, 2 * PAGE], there, ends)
+    reads.addresses[1] = int(source.addresses[0])  # not of the device, as the first is
+    backend.submit_spans(reads)
+    errors = await ends.all()
+    assert [type(errors[number]) for number in (1, 2)] == [ArgumentError, BlockIOError]
+    assert errors[0] is errors[3] is None
+    assert sorted(ends.verified) == [0, 3]
+    there.download()
+    assert np.array_equal(there.spans[[0, 3]], content[[0, 2]])
+    await backend.close()
+
+
+async def test_a_copy_that_fails_is_the_error_of_its_span(drivers: Drivers, tmp_path: Path) -> None:
+    io = compatible()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 8 * PAGE)
+    drivers.fail(COPY, 3, CUDA_ERROR_LAUNCH_FAILED)
+    before, ends = drivers.count(COPY), Ends(6)
+    io.submit_spans(spans([file] * 6, [PAGE * n for n in range(6)], DevicePages(6), ends))
+    errors = [error for error in (await ends.all()).values() if error is not None]
+    assert [type(error) for error in errors] == [BlockIOError]
+    assert drivers.count(COPY) == before + 6  # nothing was left running
     await io.close()
 
 
@@ -328,6 +377,11 @@ async def test_a_store_reads_into_the_device_and_is_verified_there(
             os.fsync(stream.fileno())
         errors = (await read_all()).errors
         assert {at: type(error) for at, error in errors.items()} == {5: CorruptBlock}
+        outcome, scattered = Outcome(4), indices[1::2]  # none has a neighbour
+        store.read(0, scattered, pages.addresses[:4], on_done=outcome, checksums=verified)
+        errors = (await outcome.end()).errors
+        assert {at: type(error) for at, error in errors.items()} == {2: CorruptBlock}
+        assert np.array_equal(pages.spans[[0, 1, 3]], content[[1, 3, 7]])
 
 
 async def test_a_store_writes_from_the_device(backend: GdsIO, tmp_path: Path) -> None:
