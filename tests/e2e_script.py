@@ -7,12 +7,12 @@ answers can be compared byte for byte.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, Sequence, SwapConfig, TopK
-from hsswap.config import CUDA_SPAN_TOKENS, SPAN_TOKENS, PredictorConfig
+from hsswap.config import SPAN_TOKENS, PredictorConfig
 from hsswap.driver.base import Buffer, Device
 from hsswap.driver.tensor import Tensor, tensor_in
 from tests.swap_cases import Case, random_case
@@ -26,26 +26,22 @@ DIMS = ModelDims(
     16,
 )
 BRANCHES = 6
-MOST_TOKENS = 1400
+MOST_TOKENS = 7680
+"""A sixteenth of six such sequences is what rings of tiles and top-k's caches take on a GPU."""
 TOP_K = TopK(2)
 NAN = 0x7FC0
 MOST_ASKED = 33
-ROWS = (1, 1, 1, 1, 2, 3, 9, 17, 40, 300, 700, 700)
+ROWS = (1, 1, 1, 2, 3, 9, 17, 40, 300, 1500, 2500, 2500)
 
 
-def tight(*, top_k: TopK | None = None, device: str = "host") -> SwapConfig:
-    """Device slots for a sixteenth of the blocks, host slots for a quarter, or the least that
-    works.
-    """
+def tight(device: str = "host") -> SwapConfig:
+    """Device slots for a sixteenth of the blocks, host slots for a quarter."""
     blocks = DIMS.layers * DIMS.blocks_of(BRANCHES * MOST_TOKENS)
-    caches = 0 if top_k is None else BRANCHES * DIMS.layers * top_k.cache_blocks(DIMS.block_size)
-    tile_tokens = SPAN_TOKENS if device == "host" else CUDA_SPAN_TOKENS
-    least = 2 * tile_tokens // DIMS.block_size * len(DIMS.groups)
     return SwapConfig(
         DIMS,
         capacity_tokens=BRANCHES * (MOST_TOKENS + 64),
-        device_slots=max(blocks // 16, least + BRANCHES * DIMS.layers) + 2 * caches,
-        host_slots=max(blocks // 4, least),
+        device_slots=blocks // 16,
+        host_slots=blocks // 4,
         max_sequences=BRANCHES,
         device=device,
         tile_tokens=SPAN_TOKENS,
@@ -53,18 +49,16 @@ def tight(*, top_k: TopK | None = None, device: str = "host") -> SwapConfig:
     )
 
 
-def resident(top_k: TopK | None = None) -> SwapConfig:
-    """Everything stays in device slots."""
-    config = tight(top_k=top_k)
-    blocks = 8 * DIMS.layers * DIMS.blocks_of(BRANCHES * MOST_TOKENS)
-    return SwapConfig(
-        DIMS,
+def resident() -> SwapConfig:
+    """Everything stays in device slots, but for blocks that forks share."""
+    blocks = 2 * DIMS.layers * DIMS.blocks_of(BRANCHES * MOST_TOKENS)
+    config = tight()
+    return replace(
+        config,
         capacity_tokens=4 * config.capacity_tokens,
         device_slots=config.device_slots + blocks + 8 * 64 * len(DIMS.groups),
         host_slots=blocks + 2 * 64 * len(DIMS.groups),
-        max_sequences=BRANCHES,
         tile_tokens=1024,
-        predictor=config.predictor,
     )
 
 
@@ -132,6 +126,12 @@ class Script:
     lives: list[Life] = field(default_factory=list)
     step: int = 0
     born: int = 0
+    forks: int = 0
+    cuts: int = 0
+    reused: int = 0
+    most_lives: int = 0
+    most_tokens: int = 0
+    """Of all sequences together, at any time."""
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -149,6 +149,8 @@ class Script:
                 continue
             else:
                 await self.act()
+            self.most_lives = max(self.most_lives, len(self.lives))
+            self.most_tokens = max(self.most_tokens, sum(len(life.rows) for life in self.lives))
 
     def open(self) -> None:
         """A new sequence."""
@@ -158,8 +160,13 @@ class Script:
     async def act(self) -> None:
         """Something for one sequence, or rows for two at once."""
         life, kind = self.lives[self.pick(len(self.lives))], self.pick(12)
-        if kind == 0 and len(self.lives) < BRANCHES:
+        if kind == 0:
+            if len(self.lives) == BRANCHES:
+                gone = next(each for each in self.lives if each is not life)
+                self.lives.remove(gone)
+                await gone.sequence.close()
             self.born += 1
+            self.forks += 1
             stream = self.stream()
             self.lives.append(Life(life.sequence.fork(stream=stream), self.born, list(life.rows)))
         elif kind == 1:
@@ -171,6 +178,7 @@ class Script:
             if wait or not life.sequence.try_truncate(length, stream=stream):
                 await life.sequence.truncate(length, stream=stream)
             life.rows = life.rows[:length]
+            self.cuts += 1
         elif kind == 5:
             await self.swap.flush()
         elif kind == 6 and life.rows:
@@ -218,6 +226,7 @@ class Script:
         await life.sequence.close()
         again = await self.swap.open_prefix(life.rows, top_k=life.sequence.top_k)
         assert again.length == whole
+        self.reused += 1
         self.born += 1
         self.lives.append(Life(again, self.born, life.rows[:whole]))
 
@@ -230,4 +239,4 @@ class Script:
 
 def make_case(seed: int = 5) -> Case:
     """Rows for everybody."""
-    return random_case(DIMS, 1600, seed)
+    return random_case(DIMS, 2600, seed)
