@@ -1,4 +1,4 @@
-"""``hsswap bench attention``: A1, A2, A3 and A4 against every SDPA backend of torch, and S1.
+"""``hsswap bench attention``: A1, A2, A3, A4 and F8 against every SDPA backend of torch, and S1.
 
 Attention over units in random places against attention over contiguous K and V, in one process:
 device time of replayed CUDA graphs, inputs rotated past the second-level cache, at least 20
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="short slices and fewer rows: a check, no figures")
     add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
     add("--device", default="cuda:0", metavar="NAME", help="the GPU (cuda:0)")
-    add("--only", metavar="A1,A2", help="only rows of these names: A1, A2, A3, A4, S1")
+    add("--only", metavar="A1,A2", help="only rows of these names: A1, A2, A3, A4, F8, S1")
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         ) from error
     # torch says at length which backends do not take a call; the table says which do.
     warnings.filterwarnings("ignore", category=UserWarning)
-    wanted = set(args.only.split(",")) if args.only else {"A1", "A2", "A3", "A4", "S1"}
+    wanted = set(args.only.split(",")) if args.only else {"A1", "A2", "A3", "A4", "F8", "S1"}
     rows: list[dict[str, Any]] = []
     with open_device(args.device) as device:
         torch.cuda.init()

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from hsswap.config import LayerGroup
-from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork, UnitPool
+from hsswap.driver.operations import (
+    AttendWork,
+    AttentionState,
+    FinalizeWork,
+    UnitPool,
+    unit_bytes_of,
+)
 from hsswap.driver.tensor import Tensor, contiguous_strides
 
 BLOCK_SIZE = 16
@@ -40,6 +46,12 @@ class Case:
     tokens: int
     floor: float
     aim: float
+    kv_dtype: str = "bf16"
+
+    @property
+    def group(self) -> LayerGroup:
+        """What units are of."""
+        return LayerGroup(1, self.q_heads, self.kv_heads, self.head_dim, kv_dtype=self.kv_dtype)
 
     @property
     def name(self) -> str:
@@ -47,12 +59,13 @@ class Case:
         return (
             f"{self.number} {self.batch} x {self.tokens} tokens, {self.rows} rows, "
             f"{self.q_heads}/{self.kv_heads} heads, d {self.head_dim}"
+            + (f", {self.kv_dtype}" if self.kv_dtype != "bf16" else "")
         )
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one set."""
-        return self.batch * self.kv_heads * self.tokens * self.head_dim * 2 * 2
+        """K and V of one set, with their scales."""
+        return self.batch * self.kv_heads * self.tokens * self.group.token_bytes
 
 
 CASES = (
@@ -64,6 +77,10 @@ CASES = (
     Case("A2", 32, 1, 32, 8, 128, 4096, 0.94, 1.0),
     Case("A2", 1, 1, 9, 3, 64, 8192, 1.2, 1.4),
     Case("A4", 1, 2048, 32, 8, 128, 32768, 0.8, 1.0),
+    # Against the same numbers in BF16.
+    Case("F8", 1, 1, 32, 8, 128, 131072, 1.3, 1.8, "e4m3"),
+    Case("F8", 1, 1, 32, 8, 128, 32768, 1.0, 1.5, "e4m3"),
+    Case("F8", 32, 1, 32, 8, 128, 4096, 1.3, 1.8, "e4m3"),
 )
 
 
@@ -91,26 +108,25 @@ def make_inputs(case: Case, span_tokens: int) -> list[Inputs]:
     """Sets of random inputs: blocks in random block slots, as the swap's pools give them out."""
     import torch
 
-    group = LayerGroup(1, case.q_heads, case.kv_heads, case.head_dim)
-    unit = BLOCK_SIZE * case.head_dim * 2 * 2
+    group = case.group
+    unit = unit_bytes_of(group, BLOCK_SIZE)
     blocks = case.tokens // BLOCK_SIZE
     count = max(1, -(-ROTATED_BYTES // case.kv_bytes)) if case.rows == 1 else 1
     heads = case.kv_heads
     block_slots = max(POOL_BYTES // (unit * heads), count * case.batch * blocks)
     places = block_slots * heads
     generator = torch.Generator("cuda").manual_seed(7)
-    pool = torch.empty((places, 2, BLOCK_SIZE, case.head_dim), dtype=torch.bfloat16, device="cuda")
-    for part in pool.split(1 << 16):
-        part.normal_(generator=generator)
+    raw = torch.empty((places, unit), dtype=torch.uint8, device="cuda")
+    for part in raw.split(1 << 16):
+        _fill(part, group, generator)
     order = np.random.default_rng(7).permutation(block_slots).astype(np.int32)
-    raw = pool.view(torch.uint8).view(places, unit)
-    memory = Tensor(raw.data_ptr(), (places, unit), (unit, 1), "u8", True, pool)
+    memory = Tensor(raw.data_ptr(), (places, unit), (unit, 1), "u8", True, raw)
     sets: list[Inputs] = []
     for i in range(count):
         taken_slots = order[i * case.batch * blocks :][: case.batch * blocks]
         head = np.arange(heads, dtype=np.int32)[:, None]
         slots = taken_slots.reshape(case.batch, 1, blocks) * np.int32(heads) + head
-        taken = pool[torch.from_numpy(slots.astype(np.int64)).cuda()]
+        taken = _numbers(raw[torch.from_numpy(slots.astype(np.int64)).cuda()], group)
         shape = (case.batch, case.kv_heads, case.tokens, case.head_dim)
         keys = taken[:, :, :, 0].reshape(shape).contiguous()
         values = taken[:, :, :, 1].reshape(shape).contiguous()
@@ -138,6 +154,34 @@ def make_inputs(case: Case, span_tokens: int) -> list[Inputs]:
         assert memory.strides == contiguous_strides(memory.shape, 1)
         sets.append(Inputs(queries, keys, values, out, attend, end))
     return sets
+
+
+def _fill(units: Any, group: LayerGroup, generator: Any) -> None:
+    """Random K and V, of E4M3 with scales of 2^-8 to 2^-6, into units ``[n, unit_bytes]``."""
+    import torch
+
+    elements = BLOCK_SIZE * 2 * group.head_dim
+    random = torch.randn((len(units), elements), device="cuda", generator=generator)
+    if not group.is_e4m3:
+        units[:] = random.bfloat16().view(torch.uint8)
+        return
+    units[:, :elements] = (random * 100).to(torch.float8_e4m3fn).view(torch.uint8)
+    shape = (len(units), 2 * BLOCK_SIZE)
+    powers = torch.randint(-8, -5, shape, device="cuda", generator=generator)
+    units[:, elements:] = torch.exp2(powers.float()).view(torch.uint8)
+
+
+def _numbers(units: Any, group: LayerGroup) -> Any:
+    """BF16 ``[..., 2, T, d]`` of K and V of units ``[..., unit_bytes]``, exactly."""
+    import torch
+
+    shape = (*units.shape[:-1], 2, BLOCK_SIZE, group.head_dim)
+    if not group.is_e4m3:
+        return units.view(torch.bfloat16).view(shape)
+    elements = BLOCK_SIZE * 2 * group.head_dim
+    codes = units[..., :elements].contiguous().view(torch.float8_e4m3fn).view(shape)
+    scales = units[..., elements:].contiguous().view(torch.float32).view(*shape[:-1], 1)
+    return (codes.float() * scales).bfloat16()
 
 
 def relative_error(case: Case, inputs: Inputs, out: Any) -> float:

@@ -14,6 +14,7 @@ import struct
 from hsswap.config import CUDA_SPAN_TOKENS, LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda_attention_decode import launch_decode, plan_decode
+from hsswap.driver.cuda_attention_e4m3 import launch_e4m3, uses_e4m3
 from hsswap.driver.cuda_attention_params import (
     LEAF_TOKENS,
     WIDE_PAIRS,
@@ -84,6 +85,8 @@ def enqueue_attend(
     if decode is not None:
         fused = fused or (end is not None and decode.cluster > 0)
         launch_decode(device, stream, work, shape, decode, end if fused else None)
+    elif uses_e4m3(device, work, shape):
+        launch_e4m3(device, stream, work, shape, end if fused else None)
     else:
         wide = uses_wide(device, work, shape)
         fused = fused and wide

@@ -200,15 +200,23 @@ def launch_decode(
         follows=True,
     )
     if not plan.cluster:
-        slices = group.head_dim // MERGE_DIMS
-        device.launch(
-            stream,
-            "merge_decode",
-            dim_constants(group, work.units.block_size),
-            Grid(shape.rows_in_state * slices),
-            Grid(MERGE_THREADS),
-            0,
-            params,
-            cluster=slices,
-            follows=True,
-        )
+        launch_merge(device, stream, work, shape, params)
+
+
+def launch_merge(
+    device: Launcher, stream: Stream, work: AttendWork, shape: Shape, params: bytes
+) -> None:
+    """Launch merge_decode for parts in memory."""
+    group = work.units.group
+    slices = group.head_dim // MERGE_DIMS
+    device.launch(
+        stream,
+        "merge_decode",
+        dim_constants(group, work.units.block_size),
+        Grid(shape.rows_in_state * slices),
+        Grid(MERGE_THREADS),
+        0,
+        params,
+        cluster=slices,
+        follows=True,
+    )

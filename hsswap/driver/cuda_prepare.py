@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from hsswap.config import LayerGroup
 from hsswap.driver.cuda_attention import span_tokens, tile_constants, wide_takes
 from hsswap.driver.cuda_attention_decode import FEW_SPANS, UNITS_A_LEAF, decode_plans, decode_takes
+from hsswap.driver.cuda_attention_e4m3 import e4m3_constants, e4m3_takes
 from hsswap.driver.cuda_attention_params import (
     LEAF_TOKENS,
     Shape,
@@ -96,6 +97,10 @@ def _attention(chip: Chip, group: LayerGroup, work: PrepareWork) -> Iterator[Lau
         yield "merge_spans", span_constants(group, size)
     if is_wide and wide_takes(chip, group, size):
         yield "attend_wide", span_constants(group, size)
+    if e4m3_takes(chip, group, size):
+        leaves_a_span = span_tokens(work.most_tokens) // LEAF_TOKENS
+        yield "attend_decode_e4m3", e4m3_constants(group, size, leaves_a_span)
+        yield "merge_decode", dim_constants(group, size)
     if is_wide and decode_takes(chip, group, size):
         dims = dim_constants(group, size)
         for shape in _shapes(chip, group, work):

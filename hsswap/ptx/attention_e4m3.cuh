@@ -13,7 +13,12 @@
 
 #define STEPS_CROSS (HEAD_DIM % 64 == 0)
 
-// The exponent x of eight dims of a query a lane, the same in all lanes.
+// The exponent x of a query, of the bits of its largest finite size.
+__device__ __forceinline__ int exponent_of_query(u32 largest) {
+  return largest ? max((int)(largest >> 23) - 127, -112) - 14 : 0;
+}
+
+// The same of eight dims of a query a lane, in all lanes.
 __device__ __forceinline__ int query_exponent(const float (&q)[8]) {
   u32 largest = 0;
 #pragma unroll
@@ -23,7 +28,7 @@ __device__ __forceinline__ int query_exponent(const float (&q)[8]) {
   }
 #pragma unroll
   for (int o = 16; o; o >>= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, o));
-  return largest ? max((int)(largest >> 23) - 127, -112) - 14 : 0;
+  return exponent_of_query(largest);
 }
 
 __device__ __forceinline__ float scaled_logit(float s, float of_key, float of_query) {

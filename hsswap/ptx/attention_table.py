@@ -46,6 +46,12 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
             _decode(_SMOL, 0, 8, 1, 4),
         ),
     ),
+    "attend_decode_e4m3": Kernel(
+        "attend_decode_e4m3.cu",
+        "attend_decode_e4m3",
+        True,
+        ({**_FP8, "WARPS": 8}, {**_SMOL, "E4M3": 1, "WARPS": 8}, {**_FP8, "FP16": 1, "WARPS": 8}),
+    ),
     "merge_decode": Kernel("merge_decode.cu", "merge_decode", True, (_LLAMA, _SMOL)),
     "attend_tile": Kernel(
         "attend_tile.cu",

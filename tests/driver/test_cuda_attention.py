@@ -27,7 +27,7 @@ GROUPS = {
     "window": LayerGroup(1, 8, 2, 128, window=700),
     "scale": LayerGroup(1, 8, 2, 128, scale=0.9),
     "aux": LayerGroup(1, 4, 2, 64, aux_bytes=16),
-    "e4m3": LayerGroup(1, 32, 8, 128, kv_dtype="e4m3"),
+    "e4m3": LayerGroup(1, 8, 2, 128, kv_dtype="e4m3"),
     "e4m3 64": LayerGroup(1, 9, 3, 64, kv_dtype="e4m3", window=700),
 }
 SPAN_BLOCKS = 64
