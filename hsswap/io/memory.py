@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, HsswapError
-from hsswap.io.base import IOFile, Operation, Transfer
-from hsswap.io.counted import QUEUE_LIMIT
+from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
+from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.powercut import PowerModel, PowerState
 from hsswap.io.problems import ended_early, io_error
 from hsswap.io.threads import ThreadedIO, Work
+
+SPAN_LIMIT = 1 << 20
 
 
 class FaultKind(Enum):
@@ -102,6 +104,7 @@ class MemoryIO(ThreadedIO):
 
     name = "memory"
     needs_directory = False
+    spans_on_threads = True
 
     def __init__(
         self,
@@ -262,6 +265,36 @@ class MemoryIO(ThreadedIO):
             self._power.written(transfer.file.path, content, transfer.offset, end)
         if FaultKind.SHORT in kinds:
             raise ended_early(what, moved, nbytes)
+
+    @property
+    def span_limit(self) -> int:
+        return SPAN_LIMIT
+
+    def _spans_together(self, reads: SpanReads) -> int:
+        return 1  # an operation each, as a transfer
+
+    def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
+        failed: list[EndedSpans] = []
+        for number in numbers:
+            address = np.array([reads.addresses[number]], np.uint64)
+            one = Transfer(
+                Operation.READ,
+                reads.files[number],
+                reads.offsets[number],
+                address,
+                reads.span_bytes,
+                reads.priority,
+                _not_told,
+            )
+            try:
+                self._move(one)
+            except HsswapError as error:
+                failed.append((reads, [number], error))
+        return failed
+
+
+def _not_told(transfer: Transfer, error: HsswapError | None) -> None:
+    raise AssertionError("it is part of a group")
 
 
 class _NeverEndsError(BaseException):

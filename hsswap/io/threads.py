@@ -47,6 +47,10 @@ class SpanGroup:
     numbers: list[int]
     ended: list[EndedSpans] = field(default_factory=list)
 
+    def failed(self, error: HsswapError) -> list[EndedSpans]:
+        """What became of them when the whole group failed."""
+        return [(self.reads, self.numbers, error)]
+
 
 Work = Transfer | Job | SpanGroup
 
@@ -212,7 +216,7 @@ class ThreadedIO(CountedIO):
                 item, error = completed.popleft()
                 taken += 1
                 if isinstance(item, SpanGroup):
-                    spans.extend(item.ended)
+                    spans.extend(item.ended if error is None else item.failed(error))
                     taken += len(item.numbers) - 1
                 elif isinstance(item, Job):
                     self._deliver_job(item, error)

@@ -25,8 +25,9 @@ from hsswap.errors import (
 )
 from hsswap.io import BlockStore
 from hsswap.io.base import BlockIO, IOFile, Operation, Priority, QueueFull, SpanReads
+from hsswap.io.choose import AutoIO
 from hsswap.io.counted import CountedIO
-from hsswap.io.memory import MemoryIO
+from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.io.posix import PosixIO
 from hsswap.io.uring import UringIO
 from hsswap.io.uring_limits import TURN_TRANSFERS
@@ -40,6 +41,7 @@ from tests.io.support import (
     fresh,
     pattern,
     read,
+    until,
     write,
 )
 from tests.io.transfers import Collector, ignore, run, transfer
@@ -161,10 +163,10 @@ async def test_what_cannot_be_read_is_refused_as_a_whole(io: CountedIO, tmp_path
         io.submit_spans(spans([file], [0], Pages(1), ends))
 
 
-def test_a_backend_may_take_none() -> None:
-    io = MemoryIO()
+def test_a_backend_that_is_not_started_takes_none() -> None:
+    io = AutoIO()
     assert io.span_limit == 0
-    with pytest.raises(ArgumentError, match="takes no spans"):
+    with pytest.raises(ClosedError, match="not started"):
         io.submit_spans(spans([], [], Pages(1), Ends(0)))
 
 
@@ -239,6 +241,28 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     async with await BlockStore.open(DIMS, tmp_path / "store", 600, io=request.param) as opened:
         yield opened
         assert opened.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.HOLD])
+async def test_a_fault_of_one_read_is_of_its_block(kind: FaultKind) -> None:
+    io = MemoryIO([Fault(kind, at=4, only="read")])
+    store = await BlockStore.open(DIMS, None, 64, io=io)
+    indices, content = fresh(store, 20), pattern(20, BLOCK, 1)
+    assert not (await write(store, 0, indices, content)).errors
+    reading = Reading(store, 0, indices[::2])
+    if kind is FaultKind.NEVER:
+        await until(lambda: len(reading.outcome.succeeded) == 9)
+    else:
+        await reading.outcome.end()
+    await store.close()
+    errors = reading.outcome.errors
+    if kind in (FaultKind.ERRNO, FaultKind.SHORT):
+        assert errors == {}  # it went again, alone
+    else:
+        wrong = ClosedError if kind is FaultKind.NEVER else CorruptBlock
+        assert {at: type(error) for at, error in errors.items()} == {4: wrong}
+    good = sorted(reading.outcome.succeeded)
+    assert np.array_equal(reading.pages.spans[good], content[::2][good])
 
 
 async def test_a_corrupt_block_among_many(store: BlockStore) -> None:
