@@ -21,7 +21,7 @@ Rules for every backend:
 * **Buffers** belong to the transfer from submission until ``on_done``. No cancellation, deadline
   or close ends that earlier. ``owner`` is kept alive as long.
 * **Deadlines.** A transfer that has not started by its deadline is not run, and fails with
-  ``ETIMEDOUT``; one that has started runs to its end.
+  ``ETIMEDOUT``, then, also when the drive is stuck; one that has started runs to its end.
 * **Close** refuses new work, runs what was accepted, calls every ``on_done``, and gives back
   threads and descriptors. Files stay where they are.
 """

@@ -18,6 +18,7 @@ from hsswap.io.base import (
     Transfer,
     check_transfers,
 )
+from hsswap.io.deadlines import DeadlineTimer
 from hsswap.io.waiting import to_the_end, until_done
 
 Ended = tuple[Transfer, HsswapError | None, int]
@@ -40,6 +41,7 @@ class CountedIO(BlockIO):
         self._calls_done = {Operation.READ: 0, Operation.WRITE: 0}
         self._bytes = {Operation.READ: 0, Operation.WRITE: 0}
         self._errors = 0
+        self._deadlines = DeadlineTimer(self._expire)
         self._closed: asyncio.Future[None] | None = None  # there once closing began
         self._drained: asyncio.Future[None] | None = None
 
@@ -50,6 +52,10 @@ class CountedIO(BlockIO):
     @abstractmethod
     def is_open(self, file: IOFile) -> bool:
         """Whether a file was made here and not removed."""
+
+    @abstractmethod
+    def _expire(self, now: float) -> list[float]:
+        """End what has not started by its deadline. Returns the deadlines of what waits on."""
 
     @abstractmethod
     async def _stop(self) -> None:
@@ -78,6 +84,7 @@ class CountedIO(BlockIO):
         try:
             await to_the_end(self._drain, self._stop)
         finally:
+            self._deadlines.cancel()
             self._closed.set_result(None)
 
     async def _drain(self) -> None:
@@ -117,6 +124,8 @@ class CountedIO(BlockIO):
         for transfer in batch:
             transfer.file.in_flight += 1
         self._in_flight += len(batch)
+        if deadlines := [one.deadline for one in batch if one.deadline is not None]:
+            self._deadlines.watch(min(deadlines))
 
     def _accept_spans(self, reads: SpanReads) -> None:
         """The beginning of :meth:`submit_spans`."""
@@ -127,6 +136,8 @@ class CountedIO(BlockIO):
         for file in reads.files:
             file.in_flight += 1
         self._in_flight += len(reads.files)
+        if reads.deadline is not None:
+            self._deadlines.watch(reads.deadline)
 
     def _admit(self, count: int, files: set[IOFile]) -> None:
         self._require_open()

@@ -32,6 +32,7 @@ from hsswap.io.base import BlockIO, Operation, Priority
 from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
 from hsswap.io.counters import Counters
+from hsswap.io.deadlines import DeadlineTimer, has_passed, too_late
 from hsswap.io.ids import BlockIds
 from hsswap.io.journal import JOURNAL_TRANSFERS, Journal
 from hsswap.io.layout import SegmentLayout
@@ -66,6 +67,7 @@ class RunMover:
         self._ready: list[BlockRun] = []
         # Runs beyond the backend's limit, by priority. At most as many as callers have buffers.
         self._backlog: list[tuple[Priority, int, BlockRun]] = []
+        self._deadlines = DeadlineTimer(self._expire)
         self._sequence = itertools.count()
         self._done: deque[tuple[BlockRun, HsswapError | None]] = deque()
         self._reports: deque[Report] = deque()
@@ -205,6 +207,7 @@ class RunMover:
     def close(self) -> None:
         """End with ClosedError whatever the backend has not been given; take no more."""
         self._closing = True
+        self._deadlines.cancel()
         error = ClosedError("the store was closed before the block was moved")
         held_back = self._ready + [run for _, _, run in sorted(self._backlog, key=lambda e: e[:2])]
         self._ready, self._backlog = [], []
@@ -280,6 +283,8 @@ class RunMover:
         else:
             for run in self._ready:
                 heapq.heappush(self._backlog, (run.priority, next(self._sequence), run))
+                if run.deadline is not None:
+                    self._deadlines.watch(run.deadline)
             self._ready = []
             count = min(room, len(self._backlog))
             batch = [heapq.heappop(self._backlog)[2] for _ in range(count)]
@@ -289,6 +294,17 @@ class RunMover:
             self._io.submit(batch)
         except HsswapError as error:  # the backend was closed by somebody else
             self._loop.call_soon(self._files_ready, batch, error)
+
+    def _expire(self, now: float) -> list[float]:
+        """End what is too late for a backend that had no room all the time."""
+        late = [entry for entry in self._backlog if has_passed(entry[2], now)]
+        self._backlog = [entry for entry in self._backlog if not has_passed(entry[2], now)]
+        heapq.heapify(self._backlog)
+        for _, _, run in late:
+            self.segments.leave_of([run])
+            self._fail(run, too_late(run))
+        self._pump()
+        return [run.deadline for _, _, run in self._backlog if run.deadline is not None]
 
     # On the way out. State first, reports last: a report may call the store again.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import heapq
 import threading
 import time
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 from hsswap.errors import ArgumentError, HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
 from hsswap.io.counted import CountedIO, Ended, EndedSpans
+from hsswap.io.deadlines import has_passed, too_late
 from hsswap.io.hooks import run_hook
-from hsswap.io.problems import io_error, unexpected
+from hsswap.io.problems import unexpected
 
 T = TypeVar("T")
 
@@ -207,6 +207,25 @@ class ThreadedIO(CountedIO):
                 heapq.heappush(self._queue, (priority, self._sequence, item))
             self._condition.notify(len(work))
 
+    def _expire(self, now: float) -> list[float]:
+        late: list[tuple[Work, HsswapError]] = []
+        left: list[float] = []
+        with self._condition:
+            for entry in list(self._queue):
+                item = entry[2]
+                waiting = item.reads if isinstance(item, SpanGroup) else item
+                if isinstance(waiting, Job) or waiting.deadline is None:
+                    continue
+                if has_passed(waiting, now):
+                    self._queue.remove(entry)
+                    late.append((item, too_late(waiting)))
+                else:
+                    left.append(waiting.deadline)
+            heapq.heapify(self._queue)
+        for item, error in late:
+            self._complete(item, error)
+        return left
+
     def _deliver(self) -> None:
         """Hand out what has ended, so many at a time. Scheduled by the threads."""
         self._wake_pending = False
@@ -293,8 +312,8 @@ class ThreadedIO(CountedIO):
         reads, numbers = group.reads, group.numbers
         error = None
         try:
-            if reads.deadline is not None and time.monotonic() > reads.deadline:
-                raise io_error(errno.ETIMEDOUT, f"read of {reads.files[numbers[0]].path}")
+            if has_passed(reads, time.monotonic()):
+                raise too_late(reads)
             group.ended = self._read_spans(reads, numbers)
             failed = {number for _, part, _ in group.ended for number in part}
             numbers = [number for number in numbers if number not in failed]
@@ -307,8 +326,8 @@ class ThreadedIO(CountedIO):
             group.ended.append((reads, numbers, error))
 
     def _transfer(self, transfer: Transfer) -> None:
-        if transfer.deadline is not None and time.monotonic() > transfer.deadline:
-            raise io_error(errno.ETIMEDOUT, f"{transfer.operation.value} of {transfer.file.path}")
+        if has_passed(transfer, time.monotonic()):
+            raise too_late(transfer)
         if transfer.operation is Operation.WRITE:
             if transfer.prepare is not None:
                 transfer.prepare(transfer)

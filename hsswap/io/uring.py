@@ -15,7 +15,6 @@ took over 0.25 ms of processor):
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import time
 from collections import deque
@@ -23,21 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hsswap.errors import ConfigError, HsswapError
+from hsswap.io import uring_limits as limits
 from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, CountedIO, Ended, EndedSpans
+from hsswap.io.deadlines import has_passed, take_late, too_late
 from hsswap.io.hooks import HookThreads, run_hook
 from hsswap.io.posix import PosixIO
-from hsswap.io.problems import io_error
-from hsswap.io.uring_limits import (
-    BYTES_IN_FLIGHT,
-    DEPTH,
-    MAX_DEPTH,
-    RETRIES,
-    RETRY_S,
-    TURN_BYTES,
-    TURN_TRANSFERS,
-    where_to_check,
-)
 from hsswap.io.uring_queue import DriveQueue
 from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
 from hsswap.io.waiting import to_the_end
@@ -53,10 +43,12 @@ class UringIO(CountedIO):
     needs_directory = True
 
     def __init__(
-        self, depth: int = DEPTH, *, limit: int = QUEUE_LIMIT, calls: RingCalls | None = None
+        self, depth: int = limits.DEPTH, *, limit: int = QUEUE_LIMIT, calls: RingCalls | None = None
     ) -> None:
-        if not 1 <= depth <= MAX_DEPTH:
-            raise ConfigError(f"the depth of the ring is {depth}; it must be 1 to {MAX_DEPTH}")
+        if not 1 <= depth <= limits.MAX_DEPTH:
+            raise ConfigError(
+                f"the depth of the ring is {depth}; it must be 1 to {limits.MAX_DEPTH}"
+            )
         super().__init__(limit)
         self._depth = depth
         self._calls = calls
@@ -109,7 +101,7 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        checking = where_to_check(len(os.sched_getaffinity(0)))
+        checking = limits.where_to_check(len(os.sched_getaffinity(0)))
         self._inline_bytes = checking.inline_bytes
         names = [f"hsswap-hooks-{number}" for number in range(checking.threads)]
         self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
@@ -218,8 +210,8 @@ class UringIO(CountedIO):
         while self._moved_spans:
             reads, numbers, error = self._moved_spans.popleft()
             if error is None:
-                bytes_left = TURN_BYTES - verified_bytes
-                room = min(TURN_TRANSFERS - count, bytes_left // reads.span_bytes)
+                bytes_left = limits.TURN_BYTES - verified_bytes
+                room = min(limits.TURN_TRANSFERS - count, bytes_left // reads.span_bytes)
                 if len(numbers) > room:
                     self._moved_spans.appendleft((reads, numbers[room:], None))
                     if room <= 0:
@@ -235,7 +227,7 @@ class UringIO(CountedIO):
         """Run the hooks of what the drive is done with, as many as this turn may besides."""
         assert self._hooks is not None
         moved, long = self._moved, list[Transfer]()
-        for _ in range(min(len(moved), TURN_TRANSFERS - count)):
+        for _ in range(min(len(moved), limits.TURN_TRANSFERS - count)):
             transfer, error, nbytes = moved[0]
             verify = transfer.verify
             if verify is not None and error is None and transfer.operation is Operation.READ:
@@ -244,7 +236,7 @@ class UringIO(CountedIO):
                     moved.popleft()
                     continue
                 verified_bytes += nbytes
-                if verified_bytes > TURN_BYTES:
+                if verified_bytes > limits.TURN_BYTES:
                     break
                 error = run_hook(verify, transfer)
             moved.popleft()
@@ -254,7 +246,7 @@ class UringIO(CountedIO):
 
     def _is_long(self, transfer: Transfer, nbytes: int) -> bool:
         """Whether its hook runs on a thread."""
-        short = nbytes <= TURN_BYTES and transfer.span_bytes <= self._inline_bytes
+        short = nbytes <= limits.TURN_BYTES and transfer.span_bytes <= self._inline_bytes
         return not (short and transfer.quick)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
@@ -287,24 +279,24 @@ class UringIO(CountedIO):
         needed = priority == Priority.NEEDED
         # A quarter of the places is for needed ones.
         places = self._depth if needed else self._depth - self._depth // 4
-        started_bytes = self._started_bytes
+        started_bytes, most = self._started_bytes, limits.BYTES_IN_FLIGHT[priority]
         there = sum(started_bytes) if needed else started_bytes[priority]
         while queue:
             transfer = queue[0]
             if isinstance(transfer, SpanReads):
-                if not self._start_spans(transfer, places, BYTES_IN_FLIGHT[priority] - there):
+                if not self._start_spans(transfer, places, most - there):
                     return False
                 queue.popleft()
                 there = sum(started_bytes) if needed else started_bytes[priority]
                 continue
             nbytes = len(transfer.addresses) * transfer.span_bytes
-            if self._started >= places or (there and there + nbytes > BYTES_IN_FLIGHT[priority]):
+            if self._started >= places or (there and there + nbytes > most):
                 return False
             prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
             in_place = prepare is not None and not self._is_long(transfer, nbytes)
             turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
-            if self._turn_starts >= TURN_TRANSFERS or (
-                turn_bytes > TURN_BYTES and self._turn_bytes
+            if self._turn_starts >= limits.TURN_TRANSFERS or (
+                turn_bytes > limits.TURN_BYTES and self._turn_bytes
             ):
                 self._turn_soon()
                 return False
@@ -314,9 +306,8 @@ class UringIO(CountedIO):
             self._started += 1
             started_bytes[priority] += nbytes
             there += nbytes
-            if transfer.deadline is not None and time.monotonic() > transfer.deadline:
-                what = f"{transfer.operation.value} of {transfer.file.path}"
-                self._end(transfer, io_error(errno.ETIMEDOUT, what), nbytes)
+            if transfer.deadline is not None and has_passed(transfer, time.monotonic()):
+                self._end(transfer, too_late(transfer), nbytes)
                 there -= nbytes
             elif prepare is None:
                 ready.append(transfer)
@@ -333,15 +324,13 @@ class UringIO(CountedIO):
         """Start as many of them as may. False: some are left."""
         assert self._queue is not None
         first, end, span_bytes = reads.started, len(reads.offsets), reads.span_bytes
-        if reads.deadline is not None and time.monotonic() > reads.deadline:
-            error = io_error(errno.ETIMEDOUT, f"read of {reads.files[first].path}")
-            reads.started = end
-            self._ended_spans.append((reads, list(range(first, end)), error))
+        if has_passed(reads, time.monotonic()):
+            self._expire_spans(reads)
             return True
         # One is always started where there is nothing else, however long it is.
         drive = min(places - self._started, max(bytes_left // span_bytes, not self._started))
-        turn_left = (TURN_BYTES - self._turn_bytes) * 4 // span_bytes
-        turn = min(TURN_TRANSFERS - self._turn_starts, max(turn_left, not self._turn_starts))
+        turn_left = (limits.TURN_BYTES - self._turn_bytes) * 4 // span_bytes
+        turn = min(limits.TURN_TRANSFERS - self._turn_starts, max(turn_left, not self._turn_starts))
         count = min(end - first, drive, turn)
         if count > 0:
             self._queue.add_spans(reads, first, first + count, self._posix.direct)
@@ -354,6 +343,21 @@ class UringIO(CountedIO):
             self._turn_soon()
         return reads.started == end
 
+    def _expire_spans(self, reads: SpanReads) -> None:
+        numbers = list(range(reads.started, len(reads.offsets)))
+        reads.started = len(reads.offsets)
+        self._ended_spans.append((reads, numbers, too_late(reads)))
+
+    def _expire(self, now: float) -> list[float]:
+        late, left = take_late(self._waiting, now)
+        for one in late:
+            if isinstance(one, SpanReads):
+                self._expire_spans(one)
+            else:
+                self._ended.append((one, too_late(one), one.nbytes))
+            self._turn_soon()
+        return left
+
     def _offer(self) -> None:
         """Submit what was put into the ring. Without means the kernel is asked again, later."""
         assert self._queue is not None
@@ -362,7 +366,7 @@ class UringIO(CountedIO):
             self._retries = 0
         elif self._queue.in_kernel == 0:  # else the next completion asks again
             self._retries += 1
-            if self._retries > RETRIES:
+            if self._retries > limits.RETRIES:
                 self._retries = 0
                 failed, spans = self._queue.withdraw(number)
                 for one in failed:
@@ -372,7 +376,7 @@ class UringIO(CountedIO):
             assert self._loop is not None
             if self._retry is not None:
                 self._retry.cancel()
-            self._retry = self._loop.call_later(RETRY_S, self._turn)
+            self._retry = self._loop.call_later(limits.RETRY_S, self._turn)
 
     def _end(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
         """A started transfer is done; it is told at the end of the turn."""

@@ -261,7 +261,7 @@ async def test_a_kernel_without_means_is_asked_again(tmp_path: Path) -> None:
 async def test_a_kernel_without_means_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hsswap.io.uring.RETRIES", 3)
+    monkeypatch.setattr("hsswap.io.uring_limits.RETRIES", 3)
     stingy = Stingy([errno.EBUSY] * 4)
     io = UringIO(4, calls=RingCalls(enter=stingy))
     await io.start(tmp_path)
