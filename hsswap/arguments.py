@@ -22,29 +22,39 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     """Rows for the end of a layer. Raises ArgumentError for wrong arrays."""
     group = cache.pool.group
     count = leading(keys, "keys")
-    shape, dims = (count, group.kv_heads), (group.head_dim, group.value_dim)
-    if isinstance(keys, E4M3Rows) and isinstance(values, E4M3Rows):
-        if not group.is_e4m3:
-            raise ArgumentError(
-                f"keys and values are E4M3 and layer {cache.layer} is kept as {group.kv_dtype}; "
-                "give LayerGroup(kv_dtype='e4m3'), or keys and values of that type"
-            )
-        found = {
-            "keys": tensor_of(keys.codes, "e4m3", (*shape, dims[0]), "keys"),
-            "values": tensor_of(values.codes, "e4m3", (*shape, dims[1]), "values"),
-            "key_scales": tensor_of(keys.scales, "f32", shape, "the scales of keys"),
-            "value_scales": tensor_of(values.scales, "f32", shape, "the scales of values"),
-        }
-    elif isinstance(keys, E4M3Rows) or isinstance(values, E4M3Rows):
+    if isinstance(keys, E4M3Rows) or isinstance(values, E4M3Rows):
+        return Rows(cache, **e4m3_tensors(cache.pool, keys, values, count))
+    shape = (count, group.kv_heads)
+    rows = Rows(
+        cache,
+        tensor_of(keys, group.dtype, (*shape, group.head_dim), "keys"),
+        tensor_of(values, group.dtype, (*shape, group.value_dim), "values"),
+    )
+    cache.pool.check_reachable(rows.keys, "keys")
+    cache.pool.check_reachable(rows.values, "values")
+    return rows
+
+
+def e4m3_tensors(pool: GroupPool, keys: object, values: object, count: int) -> dict[str, Tensor]:
+    """So many rows that are :class:`E4M3Rows`, as an append takes them. Raises ArgumentError."""
+    group = pool.group
+    if not isinstance(keys, E4M3Rows) or not isinstance(values, E4M3Rows):
         raise ArgumentError("one of keys and values is E4M3Rows and the other is not; give both so")
-    else:
-        found = {
-            "keys": tensor_of(keys, group.dtype, (*shape, dims[0]), "keys"),
-            "values": tensor_of(values, group.dtype, (*shape, dims[1]), "values"),
-        }
+    if not group.is_e4m3:
+        raise ArgumentError(
+            f"keys and values are E4M3Rows, and the layer is kept as {group.kv_dtype}; give "
+            "LayerGroup(kv_dtype='e4m3'), or keys and values of that type"
+        )
+    shape = (count, group.kv_heads)
+    found = {
+        "keys": tensor_of(keys.codes, "e4m3", (*shape, group.head_dim), "keys"),
+        "values": tensor_of(values.codes, "e4m3", (*shape, group.value_dim), "values"),
+        "key_scales": tensor_of(keys.scales, "f32", shape, "the scales of keys"),
+        "value_scales": tensor_of(values.scales, "f32", shape, "the scales of values"),
+    }
     for what, tensor in found.items():
-        cache.pool.check_reachable(tensor, what)
-    return Rows(cache, **found)
+        pool.check_reachable(tensor, what)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

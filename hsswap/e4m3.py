@@ -35,7 +35,8 @@ class E4M3Rows:
 
     ``codes`` ``[rows, heads, dim]``, 8 bits each, and float32 ``scales`` ``[rows, heads]``: an
     element is its code times its scale. Arrays as any other argument, with any strides: one scale
-    for all rows is an array broadcast to their shape.
+    for all rows is an array broadcast to their shape. Of a framework whose E4M3 arrays cannot be
+    exported, give codes as 8-bit integers (torch: ``x.view(torch.uint8)``).
     """
 
     codes: object

@@ -12,12 +12,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hsswap.arguments import block_tensor, checked_layer, checked_length
+from hsswap.arguments import block_tensor, checked_layer, checked_length, e4m3_tensors
 from hsswap.attending import AttendResult, Query, attend_exact
 from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.driver.operations import AppendWork
 from hsswap.driver.tensor import Tensor
+from hsswap.e4m3 import E4M3Rows
 from hsswap.errors import ArgumentError, SharedBlock
 from hsswap.exact import LayerCache, blocks_ahead
 from hsswap.prefetch import Blocks
@@ -67,11 +68,12 @@ class SeedCalls(SeedUse):
         K ``[block_size, kv_heads, head_dim]`` and V ``[block_size, kv_heads, value_dim]``, BF16,
         each as a device pointer (an int with the strides in bytes, contiguous by default, or an
         object with ``__cuda_array_interface__``), as an array in host memory, or both: the device
-        one is taken then, without a copy through the host. They must stay until work enqueued later
-        on the stream is done. ``valid_tokens`` (default: all) from the first on are attended, never
-        those behind. A full block goes to disk; one that is not stays in its host slot, as long as
-        there is room, until it is offloaded again or the swap is flushed. With a predictor its
-        codes are computed when it is full.
+        one is taken then, without a copy through the host. Of a layer kept as E4M3 they are
+        rounded, or both :class:`~hsswap.E4M3Rows` in place of an array. They must stay until work
+        enqueued later on the stream is done. ``valid_tokens`` (default: all) from the first on are
+        attended, never those behind. A full block goes to disk; one that is not stays in its host
+        slot, as long as there is room, until it is offloaded again or the swap is flushed. With a
+        predictor its codes are computed when it is full.
 
         Raises ArgumentError for arguments that cannot be, StaleBlockId, SharedBlock for an id that
         several hold and that has content in the layer, OutOfSlots: nothing was changed.
@@ -159,14 +161,19 @@ class SeedCalls(SeedUse):
         size, group = dims.block_size, pool.group
         valid = size if valid_tokens is None else valid_tokens
         valid = checked_length(valid, size, what="valid_tokens", least=1)
-        parts: list[Tensor] = []
-        for which, dim in enumerate((group.head_dim, group.value_dim)):
-            pointer, array = on_device[which], on_host[which]
-            shape, what = (size, group.kv_heads, dim), "KV"[which]
-            if pointer is None and isinstance(array, int | np.integer):
-                raise ArgumentError(f"{what} in host memory is {array!r}; give an array")
-            given = array if pointer is None else pointer
-            parts.append(block_tensor(given, shape, strides[which], pool, what))
+        given = [
+            there if here is None else here for here, there in zip(on_device, on_host, strict=True)
+        ]
+        if any(isinstance(part, E4M3Rows) for part in given):
+            parts = e4m3_tensors(pool, given[0], given[1], size)
+        else:
+            parts = {}
+            for which, dim in enumerate((group.head_dim, group.value_dim)):
+                shape, what = (size, group.kv_heads, dim), "KV"[which]
+                if on_device[which] is None and isinstance(given[which], int | np.integer):
+                    raise ArgumentError(f"{what} in host memory is {given[which]!r}; give an array")
+                tensor = block_tensor(given[which], shape, strides[which], pool, what)
+                parts[("keys", "values")[which]] = tensor
         async with named.turn:
             with self._call():
                 indices = self._store.ids.check([block])
@@ -183,8 +190,8 @@ class SeedCalls(SeedUse):
                     Blocks(pool, layer, indices), slots, keep=True, scan=True,
                     lengths=np.array([valid], np.uint16),
                 )  # fmt: skip
-                    rows = [part.rows(0, valid) for part in parts]
-                    self._fill(batch, rows[0], rows[1], valid, stream, predict=predict)
+                    rows = {name: part.rows(0, valid) for name, part in parts.items()}
+                    self._fill(batch, rows, valid, stream, predict=predict)
 
     async def _slot_to_fill(self, blocks: Blocks) -> I32:
         """A dirty host slot for a block, its own if it has one that nothing uses."""
@@ -216,8 +223,7 @@ class SeedCalls(SeedUse):
         return await self.prefetcher.reserve(blocks)
 
     def _fill(
-        self, batch: Batch, keys: Tensor, values: Tensor, valid: int, stream: Stream, *,
-        predict: bool,
+        self, batch: Batch, rows: dict[str, Tensor], valid: int, stream: Stream, *, predict: bool
     ) -> None:  # fmt: skip
         """Launch the copies of one block and say where it is now. Under the lock."""
         named, blocks = self.named, batch.blocks
@@ -233,8 +239,9 @@ class SeedCalls(SeedUse):
         try:
             with self._named_use(stream, fills=True):
                 work = AppendWork(
-                    keys, values, 0, pool.units, device_slots, pool.blocks, batch.slots
-                )
+                    **rows, first_offset=0, units=pool.units, device_slots=device_slots,
+                    blocks=pool.blocks, host_slots=batch.slots,
+                )  # fmt: skip
                 self.device.append(stream, work)
                 if self.predictor is not None:
                     self.predictor.forget(blocks.indices, layer)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hsswap import (
     ArgumentError,
@@ -17,11 +21,14 @@ from hsswap import (
     ModelDims,
     PredictorConfig,
     SwapConfig,
+    Tensor,
     TopK,
 )
+from hsswap.driver.tensor import tensor_in
 from hsswap.io.memory import MemoryIO
 from tests import e4m3_oracle
 from tests.driver import oracle
+from tests.e2e_script import Desk
 from tests.swap_cases import Case, check_against_oracle, config_for, feed, kept, random_case
 
 TOKENS = 420
@@ -134,28 +141,130 @@ async def test_forks_and_cuts_copy_codes_as_they_are() -> None:
                     assert np.asarray(result.out).tobytes() == wanted[layer][-2:].tobytes()
 
 
-async def test_captured_steps() -> None:
-    wanted = await outputs_of(CASE, 0, TOKENS)
-    start = TOKENS - 30
-    config = config_for(CASE, extra_host=200, extra_device=10)
-    async with HighSpeedSwap.open(config, io=MemoryIO()) as swap, swap.sequence() as sequence:
-        for layer in range(3):
-            await sequence.append(layer, CASE.keys[layer][:start], CASE.values[layer][:start])
-        async with sequence.captured(30) as steps:
-            for token in range(start, TOKENS):
-                part = slice(token, token + 1)
-                outs = []
+class Static:
+    """What a graph of one step of every layer reads and writes: the last layer's rows are E4M3."""
+
+    def __init__(self, swap: HighSpeedSwap, stack: ExitStack) -> None:
+        def tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
+            buffer = stack.enter_context(swap.device.allocate_host(4 * int(np.prod(shape))))
+            return tensor_in(buffer, dtype, shape)
+
+        self.rows: list[list[Tensor]] = []
+        self.queries, self.out = [], []
+        for layer in range(DIMS.layers):
+            group = DIMS.group(layer)
+            heads = (1, group.kv_heads)
+            dtype = "e4m3" if layer == 2 else "bf16"
+            parts = [tensor(dtype, (*heads, dim)) for dim in (group.head_dim, group.value_dim)]
+            if dtype == "e4m3":
+                parts += [tensor("f32", heads), tensor("f32", heads)]
+            self.rows.append(parts)
+            self.queries.append(tensor("bf16", (1, group.q_heads, group.head_dim)))
+            self.out.append(tensor("bf16", (1, group.q_heads, group.value_dim)))
+
+    def fill(self, token: int) -> None:
+        for layer, parts in enumerate(self.rows):
+            rows: list[NDArray[Any]] = [
+                part[layer][token : token + 1] for part in (CASE.keys, CASE.values)
+            ]
+            if len(parts) == 4:
+                halves = [e4m3_oracle.quantised(oracle.decode(row)) for row in rows]
+                rows = [half[part] for part in range(2) for half in halves]
+            for tensor, row in zip(parts, rows, strict=True):
+                tensor.array()[...] = row
+            self.queries[layer].array()[...] = CASE.queries[layer][token]
+            self.out[layer].array()[...] = 0x7FC0
+
+    def given(self, layer: int) -> tuple[object, object]:
+        """Keys and values as ``append`` takes them."""
+        parts = self.rows[layer]
+        if len(parts) == 2:
+            return parts[0], parts[1]
+        return E4M3Rows(parts[0], parts[2]), E4M3Rows(parts[1], parts[3])
+
+
+@pytest.mark.parametrize("name", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+async def test_captured_steps_are_those_of_calls(name: str) -> None:
+    start, steps_count = TOKENS - 30, 30
+    config = config_for(
+        CASE,
+        sequences=2,
+        extra_host=300,
+        extra_device=30,
+        tile_tokens=256 if name == "host" else 1024,
+    )
+    async with HighSpeedSwap.open(replace(config, device=name), io=MemoryIO()) as swap:
+        with ExitStack() as stack:
+            stream = stack.enter_context(swap.device.stream())
+            desk, static = Desk(swap.device, CASE), Static(swap, stack)
+            stack.callback(desk.close)
+            one, other = swap.sequence(), swap.sequence()
+            for sequence in (one, other):
                 for layer in range(3):
-                    rows = CASE.keys[layer][part], CASE.values[layer][part]
-                    steps.append(layer, *(rows if token % 2 else map(quantised, rows)))
-                    out = np.full_like(wanted[layer][part], 0x7FC0)
-                    steps.attend(layer, CASE.queries[layer][part], out)
-                    outs.append(out)
-                steps.advance(1)
-                swap.stream_of(None).synchronize()
-                for layer, out in enumerate(outs):
-                    assert out.tobytes() == wanted[layer][part].tobytes()
-            steps.finish(TOKENS)
+                    rows = desk.keys[layer].rows(0, start), desk.values[layer].rows(0, start)
+                    await sequence.append(layer, *rows, stream=stream)
+            wanted = []
+            for token in range(start, TOKENS):
+                static.fill(token)
+                for layer in range(3):
+                    await one.append(layer, *static.given(layer), stream=stream)
+                    queries, out = static.queries[layer], static.out[layer]
+                    await (await one.attend(layer, queries, out, stream=stream)).done()
+                wanted.append([out.array().tobytes() for out in static.out])
+            async with other.captured(steps_count, stream=stream) as steps:
+                with stream.capture() as graph:
+                    for layer in range(3):
+                        steps.append(layer, *static.given(layer), stream=stream)
+                        queries, out = static.queries[layer], static.out[layer]
+                        steps.attend(layer, queries, out, stream=stream)
+                    steps.advance(1, stream=stream)
+                with graph:
+                    for token, right in zip(range(start, TOKENS), wanted, strict=True):
+                        static.fill(token)
+                        graph.launch(stream)
+                        await asyncio.to_thread(stream.synchronize)
+                        assert [out.array().tobytes() for out in static.out] == right
+                steps.finish(TOKENS)
+            for sequence in (one, other):
+                await sequence.close()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_blocks_by_id(ours: bool) -> None:
+    """Full blocks, and 4 tokens of the last."""
+    wanted = await outputs_of(CASE, 0, TOKENS)
+    config = config_for(CASE, extra_host=100)
+    async with HighSpeedSwap.open(config, io=MemoryIO()) as swap:
+        ids = [await swap.alloc_disk_block_id() for _ in range(27)]
+        for layer in range(3):
+            for number, block in enumerate(ids):
+                rows: list[Any] = [
+                    np.resize(
+                        part[layer][16 * number : 16 * number + 16], (16, *part[layer].shape[1:])
+                    )
+                    for part in (CASE.keys, CASE.values)
+                ]
+                rows = rows if ours else [quantised(part) for part in rows]
+                await swap.offload_block(
+                    layer=layer,
+                    block=block,
+                    k_block_host=rows[0],
+                    v_block_host=rows[1],
+                    valid_tokens=16 if number < 26 else 4,
+                )
+            out = np.full_like(wanted[layer][0], 0x7FC0)
+            result = await swap.attend_layer(
+                layer=layer, seq_block_ids=ids, q_dev=CASE.queries[layer][-1], output_dev=out
+            )
+            await result.done()
+            assert out.tobytes() == wanted[layer][-1].tobytes()
+        with pytest.raises(ArgumentError, match="one of keys and values is E4M3Rows"):
+            await swap.offload_block(
+                layer=0,
+                block=ids[0],
+                k_block_host=quantised(CASE.keys[0][:16]),
+                v_block_host=CASE.values[0][:16],
+            )
 
 
 async def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -196,5 +305,5 @@ async def test_rows_that_do_not_go_together_are_refused() -> None:
         assert one.length == 0
     plain = random_case(ModelDims.uniform(layers=1, q_heads=6, kv_heads=2, head_dim=16), 20, 1)
     async with HighSpeedSwap.open(config_for(plain), io=MemoryIO()) as swap, swap.sequence() as one:
-        with pytest.raises(ArgumentError, match="layer 0 is kept as bf16"):
+        with pytest.raises(ArgumentError, match="the layer is kept as bf16"):
             await one.append(0, *codes)

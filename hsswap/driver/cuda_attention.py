@@ -200,15 +200,17 @@ def _launch_wide(
 
 
 def _tile_bytes(group: LayerGroup) -> tuple[int, int]:
-    """Shared memory of attend_tile with K and V of a leaf apart, and in one place."""
-    key_row, value_row = (2 * (-(-dim // 16) * 16 + 8) for dim in (group.head_dim, group.value_dim))
+    """Shared memory of attend_tile with APART 1 and 0: K and V of a leaf apart, and in one place;
+    of E4M3, in one place with codes that are on their way, and without.
+    """
+    pads = [-(-dim // 16) * 16 for dim in (group.head_dim, group.value_dim)]
+    key_row, value_row = (2 * (pad + 8) for pad in pads)
     fixed = TILE_PAIRS * key_row + 2 * LEAF_TOKENS * 12
+    together = fixed + LEAF_TOKENS * max(key_row, value_row)
     if group.is_e4m3:
-        fixed += 4 * (4 * LEAF_TOKENS + TILE_PAIRS)
-    return (
-        fixed + LEAF_TOKENS * (key_row + value_row),
-        fixed + LEAF_TOKENS * max(key_row, value_row),
-    )
+        together += 4 * (4 * LEAF_TOKENS + TILE_PAIRS)
+        return together + LEAF_TOKENS * sum(pads), together
+    return fixed + LEAF_TOKENS * (key_row + value_row), together
 
 
 def tile_constants(

@@ -5,8 +5,9 @@
 // Grid     x: tiles of 64 of the R * GROUP (row, query head) pairs of a KV head; y: S * H; z: chunks of spans
 // Block    128 threads, a warp for 16 pairs
 // Shared   Q [64][DK_PAD + 8], K [128][DK_PAD + 8], V [128][DV_PAD + 8] bf16 (K and V one behind the other in one
-//          place if APART is 0), then u64 source[2][128], int position[2][128], of E4M3 float scales[2][2][128] and
-//          query_scale[64]; 16 bytes of padding a row make ldmatrix free of bank conflicts
+//          place if APART is 0), then u64 source[2][128], int position[2][128]; 16 bytes of padding a row make ldmatrix
+//          free of bank conflicts. E4M3: K and V in one place always; behind it all float scales[2][2][128],
+//          query_scale[64], and, if APART is 1, codes [128][DK_PAD] and [128][DV_PAD] that are on their way
 // Constants  HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK; PAGES 1: an engine's pages; WIDE 1: rows lie on 16 bytes; APART; TRANSFORM 0: logits
 //          are s * scale, 1: scaled before the maximum is taken (scale <= 0), 2: soft cap
 //
@@ -24,7 +25,9 @@
 #define Q_BYTES (TILE * K_ROW)
 #define K_BYTES (LEAF * K_ROW)
 #define V_BYTES (LEAF * V_ROW)
-#define KV_BYTES (APART ? K_BYTES + V_BYTES : (K_BYTES > V_BYTES ? K_BYTES : V_BYTES))
+#define SPLIT (APART && !E4M3)
+#define STAGED (APART && E4M3)
+#define KV_BYTES (SPLIT ? K_BYTES + V_BYTES : (K_BYTES > V_BYTES ? K_BYTES : V_BYTES))
 
 #include "tile_softmax.cuh"
 #include "tile_loads.cuh"
@@ -122,13 +125,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   Shared sh;
   sh.q = shared_address(memory);
   sh.k = sh.q + Q_BYTES;
-  sh.v = APART ? sh.k + K_BYTES : sh.k;
+  sh.v = SPLIT ? sh.k + K_BYTES : sh.k;
   sh.source = (u64*)(memory + Q_BYTES + KV_BYTES);
   sh.position = (int*)(sh.source + 2 * LEAF);
   sh.any = p.units;
 #if E4M3
   sh.scales = (float*)(sh.position + 2 * LEAF);
   sh.query_scale = sh.scales + 4 * LEAF;
+  sh.key_codes = shared_address(sh.query_scale + TILE);
+  sh.value_codes = sh.key_codes + LEAF * DK_PAD;
 #endif
 
   Tile tile;
@@ -172,9 +177,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
   bool fresh = p.begin && done == 0;
   load_queries(p, sh, tile, pair0, sequence, head);
   int flags = plan_leaf(p, sh, tile, first, list);
-  if (APART) load_keys(p, sh, tile, first);
+  if (SPLIT) load_keys(p, sh, tile, first);
+#if STAGED
+  stage_keys(p, sh, tile, first);
+  stage_values(p, sh, tile, first);
+#endif
   for (int leaf = first; leaf < last; leaf++) {
     const int now = flags;
+#if STAGED
+    wait_copies<1>();
+    __syncthreads();
+    unpack_keys(sh);
+#else
     if (APART) {
       load_values(p, sh, leaf, tile.all);
       wait_copies<1>();
@@ -182,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
       load_keys(p, sh, tile, leaf);
       wait_copies<0>();
     }
+#endif
     __syncthreads();
     float s[LEAF / 8][4], reference[2], sum[2], up[2];
     u32 weights[LEAF / 16][4];
@@ -190,7 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
     if (!APART) load_values(p, sh, leaf, tile.all);
     if (leaf + 1 < last) {
       flags = plan_leaf(p, sh, tile, leaf + 1, list);
-      if (APART) load_keys(p, sh, tile, leaf + 1);
+      if (SPLIT) load_keys(p, sh, tile, leaf + 1);
+#if STAGED
+      stage_keys(p, sh, tile, leaf + 1);
+#endif
     } else if (APART) {
       commit();
     }
@@ -212,6 +230,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
     }
     wait_copies<APART>();
     __syncthreads();
+#if STAGED
+    unpack_values(sh);
+    __syncthreads();
+#endif
     if (now & SOME_SEEN) {
       Weights w[2];
       bool full[2];
@@ -238,6 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_tile(const __grid_c
       }
     }
     __syncthreads();
+#if STAGED
+    if (leaf + 1 < last) stage_values(p, sh, tile, leaf + 1);
+#endif
     if ((leaf + 1) % leaves_a_span == 0 || leaf + 1 == last) {
       flush(p, tile, rows, o, pair0, leaf / leaves_a_span, fresh);
       fresh = false;

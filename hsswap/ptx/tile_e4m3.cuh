@@ -40,40 +40,88 @@ __device__ __forceinline__ float scale_of(const AttendParams& p, bool values, u6
 #endif
 }
 
-// Rows of K or V of a leaf; zero for tokens outside `see` and in the padding of the dim.
+// Where chunk i of a leaf's rows is, null outside `see` and in the padding of the dim.
+template <int DIM, int PAD, bool VALUES>
+__device__ __forceinline__ const u8* codes_at(const AttendParams& p, const Shared& sh, int leaf, Sight see, int i) {
+  const int token = i / (PAD / 8), chunk = i % (PAD / 8), buffer = (leaf & 1) * LEAF;
+  const int inside = (BLOCK > LEAF ? leaf * LEAF % BLOCK : 0) + token % BLOCK;
+  if (chunk * 8 >= DIM || !is_in(sh.position[buffer + token], see)) return nullptr;
+#if PAGES
+  return page_of(p, VALUES, (int)sh.source[buffer + token], blockIdx.y % KV_HEADS) +
+         inside * (VALUES ? p.value_stride : p.key_stride)[2] + chunk * 8;
+#else
+  return (const u8*)sh.source[buffer + token] + (VALUES ? BLOCK * HEAD_DIM : 0) + inside * DIM + chunk * 8;
+#endif
+}
+
+// Eight codes to their place in a leaf of FP16.
+template <int PAD, bool VALUES>
+__device__ __forceinline__ void unpack(u32 to, int i, uint2 codes) {
+  const int token = i / (PAD / 8), dim = i % (PAD / 8) * 8;
+  const u32 row = to + token * (PAD + 8) * 2;
+#pragma unroll
+  for (int four = 0; four < 2; four++) {
+    const u32 x = four ? codes.y : codes.x;
+    const int at = VALUES ? dim + 4 * four : place_of(dim + 4 * four);
+    store_shared8(row + at * 2, e4m3_to_f16x2((u16)x), e4m3_to_f16x2((u16)(x >> 16)));
+  }
+}
+
+#if STAGED
+// Codes of a leaf on their way into shared memory, zero where there are none.
+template <int DIM, int PAD, bool VALUES>
+__device__ __forceinline__ void stage(const AttendParams& p, u32 to, const Shared& sh, const Tile& tile, int leaf) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < LEAF * PAD / 8; i += THREADS) {
+    const u8* from = codes_at<DIM, PAD, VALUES>(p, sh, leaf, tile.all, i);
+#if WIDE
+    const int bytes = from ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + i * 8), "l"(from ? from : sh.any), "r"(bytes) : "memory");
+#else
+    const uint2 x = load_eight_codes(from, from);
+    store_shared8(to + i * 8, x.x, x.y);
+#endif
+  }
+  commit();
+}
+
+template <int PAD, bool VALUES>
+__device__ __forceinline__ void unpack_leaf(u32 to, u32 from) {
+#pragma unroll 8
+  for (int i = threadIdx.x; i < LEAF * PAD / 8; i += THREADS) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from + i * 8));
+    unpack<PAD, VALUES>(to, i, x);
+  }
+}
+
+__device__ __forceinline__ void stage_keys(const AttendParams& p, const Shared& sh, const Tile& tile, int leaf) {
+  stage<HEAD_DIM, DK_PAD, false>(p, sh.key_codes, sh, tile, leaf);
+}
+
+__device__ __forceinline__ void stage_values(const AttendParams& p, const Shared& sh, const Tile& tile, int leaf) {
+  stage<VALUE_DIM, DV_PAD, true>(p, sh.value_codes, sh, tile, leaf);
+}
+
+__device__ __forceinline__ void unpack_keys(const Shared& sh) { unpack_leaf<DK_PAD, false>(sh.k, sh.key_codes); }
+__device__ __forceinline__ void unpack_values(const Shared& sh) { unpack_leaf<DV_PAD, true>(sh.v, sh.value_codes); }
+#endif
+
+// Rows of K or V of a leaf at once; zero for tokens outside `see` and in the padding of the dim.
 template <int DIM, int PAD, bool VALUES>
 __device__ __forceinline__ void load_rows(const AttendParams& p, u32 to, const Shared& sh, int leaf, Sight see) {
   constexpr int CHUNKS = PAD / 8;
-  const u64* source = sh.source + (leaf & 1) * LEAF;
-  const int* position = sh.position + (leaf & 1) * LEAF;
-  const int first_inside = BLOCK > LEAF ? leaf * LEAF % BLOCK : 0;
   for (int first = threadIdx.x; first < LEAF * CHUNKS; first += THREADS * AT_ONCE) {
     uint2 codes[AT_ONCE];
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
-      const int i = first + k * THREADS, token = i / CHUNKS, chunk = i % CHUNKS, inside = first_inside + token % BLOCK;
-      const bool valid = i < LEAF * CHUNKS && chunk * 8 < DIM && is_in(position[token], see);
-#if PAGES
-      const u8* from = sh.any;
-      if (valid)
-        from = page_of(p, VALUES, (int)source[token], blockIdx.y % KV_HEADS) +
-               inside * (VALUES ? p.value_stride : p.key_stride)[2] + chunk * 8;
-#else
-      const u8* from = valid ? (const u8*)source[token] + (VALUES ? BLOCK * HEAD_DIM : 0) + inside * DIM + chunk * 8 : sh.any;
-#endif
-      codes[k] = load_eight_codes(from, valid);
+      const int i = first + k * THREADS;
+      const u8* from = i < LEAF * CHUNKS ? codes_at<DIM, PAD, VALUES>(p, sh, leaf, see, i) : nullptr;
+      codes[k] = load_eight_codes(from, from);
     }
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
-      const int i = first + k * THREADS, token = i / CHUNKS, dim = i % CHUNKS * 8;
-      if (i >= LEAF * CHUNKS) break;
-      const u32 row = to + token * (PAD + 8) * 2;
-#pragma unroll
-      for (int four = 0; four < 2; four++) {
-        const u32 x = four ? codes[k].y : codes[k].x;
-        const int at = VALUES ? dim + 4 * four : place_of(dim + 4 * four);
-        store_shared8(row + at * 2, e4m3_to_f16x2((u16)x), e4m3_to_f16x2((u16)(x >> 16)));
-      }
+      if (first + k * THREADS < LEAF * CHUNKS) unpack<PAD, VALUES>(to, first + k * THREADS, codes[k]);
     }
   }
 }

@@ -9,6 +9,7 @@ struct Shared {
 #if E4M3
   float* scales;       // [2][2][LEAF]: a token's K, and V
   float* query_scale;  // [TILE]
+  u32 key_codes, value_codes;  // where APART is 1
 #endif
 };
 
