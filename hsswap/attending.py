@@ -172,6 +172,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
         layer.enqueue_attend(
             device,
             stream,
+            swap.predictor,
             choice,
             query.queries.as_batch(),
             state_in(buffer, group, 1),

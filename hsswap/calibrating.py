@@ -1,7 +1,8 @@
 """A basis for the predictor ``codes`` from the first prompt that a swap sees.
 
-Keys are taken when they are appended and queries when they attend: copies made by the device, in
-stream order, into host memory. Once every layer has shown enough, a thread makes the basis.
+Keys and values are taken when they are appended and queries when they attend: copies made by the
+device, in stream order, into host memory. Once every layer has shown enough, a thread makes the
+basis.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.appending import Rows
-from hsswap.codec import HeadCodec
 from hsswap.config import LayerGroup, ModelDims, PredictorConfig
 from hsswap.driver.base import Buffer, Event, Stream
-from hsswap.driver.host_ops import block_views, wide_keys
+from hsswap.driver.host_ops import block_views, wide_keys, wide_values
 from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import DeviceError
 from hsswap.loop import in_thread
-from hsswap.predictor import CodesPredictor, HeadSamples, calibrate
+from hsswap.predictor import CodesPredictor, HeadSamples, calibrate, stand_ins
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
-from hsswap.predictor.codes import PreparedBasis
+from hsswap.predictor.codes import Learned, PreparedBasis
 from hsswap.predictor.keeping import basis_key, load_basis, save_basis
 from hsswap.prefetch import Blocks
 from hsswap.rope import F64
@@ -44,17 +44,22 @@ ROWS = 16  # tokens of a block of the copies
 
 @dataclass(slots=True)
 class _Shown:
-    """What one layer has shown: positions ``[n]`` and rows ``[n, heads, dk]`` a part, and how many
-    rows there are and are on their way.
+    """What one layer has shown: positions ``[n]``, rows ``[n, heads, dk]`` and, of keys that are
+    appended, values ``[n, heads, dv]`` a part, and how many rows there are and are on their way.
     """
 
     positions: list[NDArray[np.int64]] = field(default_factory=list)
     rows: list[NDArray[np.float32]] = field(default_factory=list)
+    values: list[NDArray[np.float32]] = field(default_factory=list)
     count: int = 0
 
     def joined(self) -> tuple[NDArray[np.int64], F64]:
         """All positions and rows, float64."""
         return np.concatenate(self.positions), np.concatenate(self.rows).astype(np.float64)
+
+    def joined_values(self) -> F64 | None:
+        """All values, float64, if there are any."""
+        return np.concatenate(self.values).astype(np.float64) if self.values else None
 
 
 @dataclass(eq=False, slots=True)
@@ -65,15 +70,40 @@ class _Copy:
     positions: NDArray[np.int64]
     buffer: Buffer
     blocks: BlockPool
+    with_values: bool
     event: Event | None = None
 
     def take(self) -> None:
         """The copy has run: keep its rows."""
-        group = self.blocks.group
-        keys = wide_keys(group, block_views(self.blocks), slice(None)).swapaxes(1, 2)
-        rows = keys.reshape(-1, group.kv_heads, group.head_dim)[: len(self.positions)]
-        self.into.rows.append(rows)
+        group, count = self.blocks.group, len(self.positions)
+        parts, every = block_views(self.blocks), slice(None)
+        self.into.rows.append(_by_token(wide_keys(group, parts, every))[:count])
+        if self.with_values:
+            self.into.values.append(_by_token(wide_values(group, parts, every))[:count])
         self.into.positions.append(self.positions)
+
+
+def _by_token(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``[B, heads, T, dim]`` as rows ``[B T, heads, dim]``."""
+    rows = blocks.swapaxes(1, 2)
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Rows of keys and values, of E4M3 with their scales, or of queries alone."""
+
+    keys: Tensor
+    values: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def every(self, places: NDArray[np.int64]) -> _Sample:
+        """Rows at places that are equally far apart."""
+        every = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, *rest = (rows and _every(rows, places) for rows in every)
+        assert keys is not None
+        return _Sample(keys, *rest)
 
 
 def _every(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
@@ -110,8 +140,8 @@ class Calibration:
         self._copies: list[_Copy] = []
         self._task: asyncio.Task[None] | None = None
         self._key = basis_key(swap.config.dims, config)
-        kept = load_basis(folder, self._key) if folder is not None else ()
-        if kept:
+        kept = load_basis(folder, self._key) if folder is not None else None
+        if kept is not None:
             predictor.install(predictor.prepare(kept))
 
     def keys(self, sequence: int, first: int, rows: Rows, stream: Stream) -> None:
@@ -124,12 +154,10 @@ class Calibration:
             self._keys = [_Shown() for _ in range(layers)]
             self._queries = [_Shown() for _ in range(layers)]
         if self._watched == sequence:
-            start = min(max(0, SINK_TOKENS - first), rows.count)
-            places = np.arange(start, rows.count)
-            into, scales = self._keys[rows.cache.layer], rows.key_scales
-            self._copy(
-                into, first, rows.keys, scales, places[: CALIBRATION_TOKENS - into.count], stream
-            )
+            into = self._keys[rows.cache.layer]
+            places = np.arange(min(rows.count, CALIBRATION_TOKENS - into.count))
+            sample = _Sample(rows.keys, rows.values, rows.key_scales, rows.value_scales)
+            self._copy(into, first, sample, places, stream)
 
     def queries(
         self, sequence: int, layer: int, first: int, queries: Tensor, stream: Stream
@@ -140,7 +168,7 @@ class Calibration:
         start = min(max(0, SINK_TOKENS - first, -first % QUERY_STEP), queries.shape[0])
         most, into = CALIBRATION_TOKENS // QUERY_STEP, self._queries[layer]
         places = np.arange(start, queries.shape[0], QUERY_STEP)[: most - into.count]
-        self._copy(into, first, queries, None, places, stream)
+        self._copy(into, first, _Sample(queries), places, stream)
 
     def ended(self, sequence: int) -> None:
         """A sequence is closed. Under the lock."""
@@ -167,7 +195,7 @@ class Calibration:
         """
         await self.basis()
         dims = self._swap.config.dims
-        part = indices[: -(-(SINK_TOKENS + CALIBRATION_TOKENS) // dims.block_size)]
+        part = indices[: -(-CALIBRATION_TOKENS // dims.block_size)]
         if self._predictor.ready or len(part) * dims.block_size < SINK_TOKENS + LEAST_TOKENS:
             return
         shown = [await self._stored(layer, part) for layer in range(dims.layers)]
@@ -179,22 +207,20 @@ class Calibration:
         await self.basis()
 
     async def _stored(self, layer: int, indices: I64) -> _Shown:
-        """The keys of a layer's blocks, but for those of the first tokens."""
+        """The keys of a layer's blocks."""
         swap, shown = self._swap, _Shown()
         pool, step = swap.pool_of(layer), swap.config.tile_blocks
         for start in range(0, len(indices), step):
             loaded = await swap.prefetcher.load(Blocks(pool, layer, indices[start : start + step]))
             try:
-                views = block_views(pool.blocks)
-                keys = wide_keys(pool.group, views, loaded.slots).swapaxes(1, 2)
-                rows = keys.reshape(-1, *keys.shape[2:])
+                parts = block_views(pool.blocks)
+                rows = _by_token(wide_keys(pool.group, parts, loaded.slots))
             finally:
                 swap.release_now(pool, loaded.slots)
             first = shown.count
             shown.count += len(rows)
-            kept = np.arange(first, shown.count) >= SINK_TOKENS
-            shown.rows.append(rows[kept])
-            shown.positions.append(np.arange(first, shown.count)[kept])
+            shown.rows.append(rows)
+            shown.positions.append(np.arange(first, shown.count))
         return shown
 
     async def settle(self) -> None:
@@ -212,35 +238,35 @@ class Calibration:
         self,
         into: _Shown,
         first: int,
-        rows: Tensor,
-        scales: Tensor | None,
+        sample: _Sample,
         places: NDArray[np.int64],
         stream: Stream,
     ) -> None:
-        """Copy rows ``places``, which are equally far apart; ``scales`` with rows of E4M3."""
+        """Copy rows ``places``, which are equally far apart."""
         if not len(places):
             return
-        some, own = _every(rows, places), None if scales is None else _every(scales, places)
-        _, heads, dim = rows.shape
-        dtype, kv_dtype = ("bf16", "e4m3") if scales is not None else (rows.dtype, "")
-        group = LayerGroup(1, heads, heads, dim, dtype=dtype, kv_dtype=kv_dtype)
+        # Rows go into units of a pool of their own, queries, for want of another operation, twice.
+        some = sample.every(places)
+        values = some.keys if some.values is None else some.values
+        _, heads, dim = some.keys.shape
+        dtype, kv_dtype = (some.keys.dtype, "") if some.key_scales is None else ("bf16", "e4m3")
+        group = LayerGroup(1, heads, heads, dim, values.shape[2], dtype=dtype, kv_dtype=kv_dtype)
         dims, count = ModelDims((group,), ROWS), -(-len(places) // ROWS)
         buffer = self._swap.device.allocate_host(count * dims.block_bytes(group))
         memory = tensor_in(buffer, "u8", (count, dims.block_bytes(group)))
         blocks = BlockPool(memory, group, ROWS)
-        copy = _Copy(into, first + places, buffer, blocks)
-        # Rows go into units of a pool of their own, as K and, for want of another operation, as V.
+        copy = _Copy(into, first + places, buffer, blocks, with_values=some.values is not None)
         unit = tensor_in(buffer, "u8", (1, dims.unit_bytes(group)))
         work = AppendWork(
-            keys=some,
-            values=some,
+            keys=some.keys,
+            values=values,
             first_offset=0,
             units=UnitPool(unit, group, ROWS),
             device_slots=np.full((count, heads), -1, np.int32),
             blocks=blocks,
             host_slots=np.arange(count, dtype=np.int32),
-            key_scales=own,
-            value_scales=own,
+            key_scales=some.key_scales,
+            value_scales=some.value_scales,
         )
         try:
             self._swap.device.append(stream, work)
@@ -285,14 +311,14 @@ class Calibration:
         with_queries = self._least(self._queries) >= LEAST_TOKENS // QUERY_STEP
         try:
             basis = await in_thread(
-                lambda: self._predictor.prepare(self._calibrate(with_queries)), self._drop
+                lambda: self._predictor.prepare(self._learn(with_queries)), self._drop
             )
             with self._swap.lock:
                 self._predictor.install(basis)
             folder = self._folder
             if folder is not None:
                 with suppress(OSError):  # a full disk: the next process makes its own
-                    await in_thread(lambda: save_basis(folder, self._key, basis.codecs))
+                    await in_thread(lambda: save_basis(folder, self._key, basis.learned))
         finally:
             self._keys, self._queries = [], []
             self._watched = self._task = None
@@ -301,26 +327,31 @@ class Calibration:
     def _drop(basis: PreparedBasis) -> None:
         basis.memory.close()
 
-    def _calibrate(self, with_queries: bool) -> tuple[HeadCodec, ...]:
+    def _learn(self, with_queries: bool) -> Learned:
         """The arithmetic, in a thread: what it reads no longer changes."""
         dims, config = self._swap.config.dims, self._config
         heads = []
         for layer in range(dims.layers):
             group = dims.group(layer)
             positions, keys = self._keys[layer].joined()
+            is_plain = group.window is None and group.soft_cap is None
+            values = self._keys[layer].joined_values() if is_plain else None
             at, queries = self._queries[layer].joined() if with_queries else (None, None)
             for head in range(group.kv_heads):
                 part = slice(head * group.group_size, (head + 1) * group.group_size)
                 heads.append(
                     HeadSamples(
                         keys=keys[:, head],
+                        values=None if values is None else values[:, head],
                         positions=positions,
                         queries=None if queries is None else queries[:, part],
                         query_positions=at,
                         rope=group.rope,
                         logit_scale=group.logit_scale,
+                        group_size=group.group_size,
                         value_dim=group.value_dim,
                     )
                 )
         context = config.context_tokens or self._swap.config.capacity_tokens
-        return tuple(calibrate(heads, config.metadata_ratio, context, config.seed))
+        codecs = calibrate(heads, config.metadata_ratio, context, config.seed)
+        return Learned(tuple(codecs), tuple(stand_ins(heads)))

@@ -55,6 +55,9 @@ class TopK:
     share is above this for some KV head, from 0 (every block) to 1 (none but the first and those of
     the last 128 tokens). One that is not counts as left out of this step, and comes for another.
 
+    ``stand_in``: what is left out is made up for by what the predictor ``codes`` has learned of it
+    (:mod:`hsswap.predictor.stand_in`); False: the output is attention over the chosen blocks alone.
+
     The share left out is an estimate, right on average: with codes of 1/32 it said 0.149 where
     0.154 was left out, and 0.182 where 0.187 was (two texts of 8,192 tokens, a small Llama); at
     1/16 0.149 and 0.179, where 0.149 and 0.180 were. One head's is off by more, so who must not
@@ -67,6 +70,7 @@ class TopK:
     left_out_bound: float | None = None
     least_k: int = 1
     late_mass: float = 0.0
+    stand_in: bool = True
 
     def __post_init__(self) -> None:
         require_integers(self, ("k", "cache_factor", "least_k"))
@@ -326,6 +330,7 @@ class TopKLayer:
         self,
         device: Device,
         stream: Stream,
+        predictor: Predictor,
         choice: Choice,
         queries: Tensor,
         state: AttentionState,
@@ -361,7 +366,12 @@ class TopKLayer:
                 block_lse=block_lse,
             ),
         )
-        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass, sinks))
+        # What stands in was learned where no sink takes a share.
+        left_out = None
+        if self._settings.stand_in and sinks is None:
+            predicted = first_columns(self._memory.predicted, full)
+            left_out = predictor.left_out(cache.layer, predicted, choice.chosen)
+        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass, sinks, left_out))
         self._last = (choice.chosen, first_columns(mass.row(0), self._most))
         lse = block_lse.row(0).row(0)
         self._last_lse = Attended(choice.chosen, first_columns(lse, self._most))

@@ -22,7 +22,7 @@ from tests.test_topk import check_row
 LAYERS, CHUNK = 2, 250
 DIMS = ModelDims.uniform(layers=LAYERS, q_heads=4, kv_heads=2, head_dim=32, rope=Rope(100.0))
 TOKENS = 1500
-TOP_K = TopK(6, cache_factor=3)
+TOP_K = TopK(6, cache_factor=3, stand_in=False)
 
 
 @pytest.fixture(scope="module")

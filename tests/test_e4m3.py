@@ -86,7 +86,7 @@ async def test_half_of_the_bytes() -> None:
 @pytest.mark.parametrize("kind", ["codes", "projection"])
 @pytest.mark.parametrize("ours", [True, False])
 async def test_top_k_and_its_basis(kind: str, ours: bool) -> None:
-    top_k = TopK(4)
+    top_k = TopK(4, stand_in=False)
     case = random_case(DIMS, 1200, 13)
     config = replace(
         config_for(case, extra_host=200, extra_device=4 * 3 * top_k.cache_blocks(16)),

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
-from hsswap.bench.predictor_selectors import rounded
+from hsswap.bench.predictor_selectors import Plain, Selector, rounded
 from hsswap.bench.predictor_traces import BASIS_TOKENS, Trace
-from hsswap.bench.predictor_view import BLOCK, LayerView, best_groups, in_groups
+from hsswap.bench.predictor_view import BLOCK, Bool, LayerView, best_groups, in_groups
 from hsswap.bf16 import F32, to_float32
 from hsswap.codec import HeadCodec, corrected, levels_of, shares
 from hsswap.config import PredictorConfig
 from hsswap.predictor import projection_matrix
-from hsswap.predictor.calibration import QUERY_STEP, SINK_TOKENS, HeadSamples, calibrate
+from hsswap.predictor.calibration import (
+    QUERY_STEP,
+    SINK_TOKENS,
+    HeadSamples,
+    calibrate,
+    stand_ins,
+)
+from hsswap.predictor.stand_in import StandIn, with_stand_in
 
 RATIOS = {1 / 64: "1/64", 1 / 43: "1/43", 1 / 32: "1/32", 1 / 21: "1/21", 1 / 16: "1/16"}
 """Bytes of codes by bytes of K and V."""
 
 
-class Codes:
+class Codes(Plain):
     """The predictor ``codes``, learning from the first 1,024 tokens.
 
     ``other``: the trace of another text to learn from instead. ``queries``: False learns from keys
     alone, as for a caller that shows no queries of the prompt. ``remembers``: False leaves out what
     attention shows of earlier predictions' errors. The first row tested remembers nothing.
+    ``stand_in``: False leaves what is left out without anything in its place.
     """
-
-    group_tokens = BLOCK
-    metadata_bytes: float | None = None
 
     def __init__(
         self,
@@ -35,61 +42,69 @@ class Codes:
         other: Trace | None = None,
         queries: bool = True,
         remembers: bool = True,
+        stand_in: bool = True,
     ) -> None:
         self.name = f"codes {RATIOS[ratio]}"
         self.name += ", learned from another kind of text" if other else ""
         self.name += "" if queries else ", no queries"
         self.name += "" if remembers else ", no memory"
+        if not stand_in:
+            self.choice_of = self.name
+            self.name += ", no stand-in"
         self.remembers = remembers
+        self._makes_up = stand_in
         self._ratio, self._other, self._queries = ratio, other, queries
         self._learned = ""
         self.codecs: list[list[HeadCodec]] = []
+        self._stand_ins: list[list[StandIn]] = []
+        self._shares = np.empty((0, 0, 0), np.float32)
+        self._log_masses: list[F32] = []
 
     def learn(self, trace: Trace) -> None:
         """As of ``Selector``; a trace learned from already costs nothing."""
         if self._learned == trace.name:
             return
         self._learned = trace.name
-        source = self._other or trace
-        samples = [
-            sample for layer in range(trace.layers) for sample in self._samples(source, layer)
-        ]
+        samples = samples_of(self._other or trace, with_queries=self._queries)
         codecs = calibrate(samples, self._ratio, trace.sizes.length)
-        heads = len(codecs) // trace.layers
-        self.codecs = [codecs[first : first + heads] for first in range(0, len(codecs), heads)]
+        self.codecs = by_layer(codecs, trace.layers)
+        self._stand_ins = by_layer(stand_ins(samples), trace.layers)
         self.metadata_bytes = float(np.mean([codec.block_bytes(BLOCK) for codec in codecs]))
-
-    def _samples(self, trace: Trace, layer: int) -> list[HeadSamples]:
-        keys = to_float32(trace.keys(layer)[SINK_TOKENS:BASIS_TOKENS]).astype(np.float64)
-        queries = to_float32(trace.basis_queries(layer)[SINK_TOKENS::QUERY_STEP])
-        rows, heads, dim = len(queries), keys.shape[1], keys.shape[2]
-        grouped = queries.astype(np.float64).reshape(rows, heads, -1, dim)
-        at = np.arange(SINK_TOKENS, BASIS_TOKENS)
-        return [
-            HeadSamples(
-                keys=keys[:, head],
-                positions=at,
-                queries=grouped[:, head] if self._queries else None,
-                query_positions=at[::QUERY_STEP] if self._queries else None,
-                rope=trace.rope,
-                logit_scale=dim**-0.5,
-                value_dim=dim,
-            )
-            for head in range(heads)
-        ]
 
     def scores(self, view: LayerView, k: int) -> F32:
         """As of ``Selector``: predicted shares of the attention."""
         return self.scores_of_guess(view, view, k)
+
+    def left_out(self, chosen: Bool, view: LayerView) -> F32:
+        """The predicted share left out ``[H, S]`` of the view last scored: without corrections,
+        which are known of what was attended only.
+        """
+        rest = view.candidates() & ~chosen
+        share: F32 = np.where(rest, self._shares, np.float32(0)).sum(-1)
+        return share
+
+    def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
+        """As of ``Selector``."""
+        if not self._makes_up:
+            return out
+        predicted = np.exp(np.stack(self._log_masses) - view.total_lse[..., None])
+        rest = np.where(chosen[:, None], np.float32(0), predicted).sum(-1)
+        held = np.where(chosen[:, None], view.query_mass(), np.float32(0)).sum(-1)
+        held += np.exp(view.resident_lse - view.total_lse)
+        return made_up(out, rest / (rest + held), self._stand_ins[view.layer])
 
     def scores_of_guess(self, guess: LayerView, view: LayerView, k: int) -> F32:
         """Shares for approximate queries, with what attention of the true ones showed before."""
         candidates = view.candidates()
         heads, rows = len(view.keys), len(candidates)
         scores = np.empty((heads, rows, candidates.shape[1]), np.float32)
+        self._shares = np.empty_like(scores)
+        self._log_masses = []
         for head, codec in enumerate(self.codecs[view.layer]):
             mass = self._log_mass(codec, view, head)
             asked = mass if guess is view else self._log_mass(codec, guess, head)
+            self._log_masses.append(asked)
+            self._shares[head] = _plain_shares(asked, guess.resident_lse[head])
             true = view.block_lse(head) if self.remembers else None
             correction = np.zeros_like(mass[:, 0])
             for row in range(rows):
@@ -125,11 +140,96 @@ class Codes:
         return np.where(view.candidates(), mass, np.float32(-np.inf))
 
 
-class Projection:
-    """The predictor ``projection``: the seed's random matrix, largest product of all."""
+def samples_of(trace: Trace, *, with_queries: bool = True) -> list[HeadSamples]:
+    """What a swap sees of a trace's first 1,024 tokens, by layer and KV head."""
+    return [
+        sample
+        for layer in range(trace.layers)
+        for sample in _samples_of_layer(trace, layer, with_queries=with_queries)
+    ]
 
-    group_tokens = BLOCK
-    remembers = False
+
+def _samples_of_layer(trace: Trace, layer: int, *, with_queries: bool) -> list[HeadSamples]:
+    keys = to_float32(trace.keys(layer)[:BASIS_TOKENS]).astype(np.float64)
+    values = to_float32(trace.values(layer)[:BASIS_TOKENS]).astype(np.float64)
+    queries = to_float32(trace.basis_queries(layer)[SINK_TOKENS::QUERY_STEP])
+    rows, heads, dim = len(queries), keys.shape[1], keys.shape[2]
+    grouped = queries.astype(np.float64).reshape(rows, heads, -1, dim)
+    return [
+        HeadSamples(
+            keys=keys[:, head],
+            values=values[:, head],
+            positions=np.arange(BASIS_TOKENS),
+            queries=grouped[:, head] if with_queries else None,
+            query_positions=np.arange(SINK_TOKENS, BASIS_TOKENS, QUERY_STEP)
+            if with_queries
+            else None,
+            rope=trace.rope,
+            logit_scale=dim**-0.5,
+            group_size=grouped.shape[2],
+            value_dim=dim,
+        )
+        for head in range(heads)
+    ]
+
+
+T = TypeVar("T")
+
+
+def by_layer(of_heads: list[T], layers: int) -> list[list[T]]:
+    """What there is one of for each KV head, as a list for each layer."""
+    heads = len(of_heads) // layers
+    return [of_heads[first : first + heads] for first in range(0, len(of_heads), heads)]
+
+
+def made_up(out: F32, share: F32, stand_in: list[StandIn]) -> F32:
+    """Outputs ``[H, G, S, d]`` with what stands in for shares left out ``[H, G, S]``."""
+    by_row = out.transpose(0, 2, 1, 3)
+    parts = zip(by_row, share.swapaxes(1, 2), stand_in, strict=True)
+    return np.stack([with_stand_in(*part) for part in parts]).transpose(0, 2, 1, 3)
+
+
+def _plain_shares(mass: F32, resident: F32) -> F32:
+    """``[S, B]`` as ``hsswap.codec.shares``, of all rows at once: ``[G, S, B]``, ``[G, S]``."""
+    best = np.maximum(mass.max(-1), resident)
+    part: F32 = np.exp(mass - best[..., None])
+    part /= (part.sum(-1) + np.exp(resident - best))[..., None]
+    mean: F32 = part.mean(0)
+    return mean
+
+
+class MadeUp(Plain):
+    """Another method whose left-out mass, which it is told, has a stand-in: what that alone is
+    worth to any choice.
+    """
+
+    def __init__(self, chooser: Selector) -> None:
+        self.name = f"{chooser.name}, stand-in"
+        self.choice_of = chooser.name
+        self.group_tokens = chooser.group_tokens
+        self.remembers = chooser.remembers
+        self._chooser = chooser
+        self._stand_ins: list[list[StandIn]] = []
+
+    def learn(self, trace: Trace) -> None:
+        """As of ``Selector``."""
+        self._chooser.learn(trace)
+        self.metadata_bytes = self._chooser.metadata_bytes
+        self._stand_ins = by_layer(stand_ins(samples_of(trace)), trace.layers)
+
+    def scores(self, view: LayerView, k: int) -> F32:
+        """As of ``Selector``."""
+        return self._chooser.scores(view, k)
+
+    def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
+        """As of ``Selector``."""
+        rest = view.candidates() & ~chosen
+        share: F32 = np.where(rest[:, None], view.query_mass(), np.float32(0)).sum(-1)
+        return made_up(out, share, self._stand_ins[view.layer])
+
+
+class Projection(Plain):
+    """The predictor ``projection``: the seed's random matrix, largest product of all."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"projection, rank {rank}"

@@ -14,8 +14,9 @@ import numpy as np
 import hsswap.bench.predictor_ours
 import hsswap.codec
 import hsswap.predictor.calibration
+from hsswap.bench.predictor_certificate import certified_share
 from hsswap.bench.predictor_metrics import Figures, Truth
-from hsswap.bench.predictor_ours import RATIOS, Codes, Projection
+from hsswap.bench.predictor_ours import RATIOS, Codes, MadeUp, Projection
 from hsswap.bench.predictor_pool import simulate
 from hsswap.bench.predictor_selectors import (
     ArkVale,
@@ -56,7 +57,7 @@ class Method:
     @property
     def is_ours(self) -> bool:
         """Whether the package's own predictor is behind it."""
-        return isinstance(self.selector, Codes)
+        return isinstance(self.selector, Codes | MadeUp)
 
 
 def methods(adapter: Trace, other: Trace) -> list[Method]:
@@ -72,6 +73,8 @@ def methods(adapter: Trace, other: Trace) -> list[Method]:
         *wrong,
         Codes(1 / 32, queries=False),
         Codes(1 / 32, remembers=False),
+        Codes(1 / 32, stand_in=False),
+        Codes(1 / 16, stand_in=False),
         Projection(8),
         Projection(32),
         KvSwap(8, adapter),
@@ -84,6 +87,8 @@ def methods(adapter: Trace, other: Trace) -> list[Method]:
         MeanKey(),
         LastStep(),
         Random(),
+        *(MadeUp(one) for one in (Oracle(), KvSwap(8, adapter), Quest(softmax=False), ArkVale())),
+        MadeUp(LastStep()),
     ]
     own_groups = KvSwap(8, adapter, group_tokens=4)  # 256 tokens, and the 400 of its paper
     rest = [Method(own_groups, (16, 25)), Method(ResidentOnly(), (0,))]
@@ -107,7 +112,9 @@ def selection_ks(one: Method) -> tuple[int, ...]:
 def _product_hash() -> str:
     files = [Path(hsswap.codec.__file__), Path(hsswap.bench.predictor_ours.__file__)]
     home = Path(hsswap.predictor.calibration.__file__).parent
-    files += [home / f"{name}.py" for name in ("basis", "bits", "calibration", "quantiser")]
+    files += [
+        home / f"{name}.py" for name in ("basis", "bits", "calibration", "quantiser", "stand_in")
+    ]
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(files):
         digest.update(file.read_bytes())
@@ -152,7 +159,11 @@ def view_of(trace: Trace, layer: int, queries: np.ndarray[Any, Any]) -> LayerVie
 
 def selection_rows(trace: Trace, chosen: Iterable[Method]) -> list[Row]:
     """Recall, mass and error of the output with dense queries, all layers, for blocks of 16."""
-    able = [one for one in chosen if one.selector.group_tokens == BLOCK]
+    able = [
+        one
+        for one in chosen
+        if one.selector.group_tokens == BLOCK and one.selector.choice_of is None
+    ]
     for one in able:
         one.selector.learn(trace)
     found: dict[tuple[str, int], list[Figures]] = {}
@@ -189,18 +200,24 @@ def asdict_of(figures: Any) -> Row:
 
 
 def left_out_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
-    """Mass left out, as predicted and as it is, for each row, layer and KV head."""
+    """Mass left out, predicted, certified and true, means of every row, layer and KV head."""
     rows = []
     for ratio in (1 / 32, 1 / 16):
         selector = Codes(ratio)
         selector.learn(trace)
         predicted: list[F32] = []
         true: list[F32] = []
+        certified: list[F32] = []
         for layer in range(trace.layers):
             view = view_of(trace, layer, trace.queries(layer))
             candidates, scores = view.candidates(), selector.scores(view, k)
-            rest = candidates & ~_mask(best_groups(scores, candidates, k), candidates.shape[1])
-            predicted.append(np.where(rest, scores, 0).sum(-1))
+            chosen = mask_of(best_groups(scores, candidates, k), candidates.shape[1])
+            rest = candidates & ~chosen
+            predicted.append(selector.left_out(chosen, view))
+            seen = to_float32(trace.basis_queries(layer)).reshape(
+                -1, *view.queries[..., 0, :].shape
+            )
+            certified.append(certified_share(view, selector.codecs[layer], seen, chosen))
             true.append(np.where(rest, view.mass(), 0).sum(-1))
         guess, fact = np.concatenate(predicted), np.concatenate(true)
         rows.append(
@@ -210,6 +227,7 @@ def left_out_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
                 "k": k,
                 "predicted": float(guess.mean()),
                 "true": float(fact.mean()),
+                "certified": float(np.concatenate(certified).mean()),
                 "mean_difference": float(np.abs(guess - fact).mean()),
                 "true_less_predicted_p95": float(np.percentile(fact - guess, 95)),
             }
@@ -227,7 +245,7 @@ def reads_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
     for layer in range(trace.layers):
         view = view_of(trace, layer, trace.queries(layer))
         candidates = view.candidates()
-        exact = _mask(best_groups(selector.scores(view, k), candidates, k), candidates.shape[1])
+        exact = mask_of(best_groups(selector.scores(view, k), candidates, k), candidates.shape[1])
         demanded.append(exact)
         mass.append(view.mass())
         if layer == 0:  # its queries come from the embedding: known a layer early as they are
@@ -235,7 +253,7 @@ def reads_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
             continue
         early = view_of(trace, layer, trace.early_queries(layer))
         scores = selector.scores_of_guess(early, view, k)
-        guessed.append(_mask(best_groups(scores, candidates, k), candidates.shape[1]))
+        guessed.append(mask_of(best_groups(scores, candidates, k), candidates.shape[1]))
     want, guess, true = np.concatenate(demanded), np.concatenate(guessed), np.concatenate(mass)
     rows = []
     for pool in POOLS:
@@ -247,7 +265,7 @@ def reads_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
     return rows
 
 
-def _mask(chosen: I64, blocks: int) -> Bool:
+def mask_of(chosen: I64, blocks: int) -> Bool:
     """``[H, S, blocks]`` from indices ``[H, S, k]``, -1 for none."""
     mask = np.zeros((*chosen.shape[:2], blocks + 1), np.bool_)
     np.put_along_axis(mask, chosen, True, -1)
@@ -260,7 +278,7 @@ def statistics_row(trace: Trace, k: int = KS[0]) -> Row:
     for layer in range(trace.layers):
         view = view_of(trace, layer, trace.queries(layer))
         mass = view.mass()
-        chosen = _mask(best_groups(mass, view.candidates(), k), mass.shape[-1])
+        chosen = mask_of(best_groups(mass, view.candidates(), k), mass.shape[-1])
         overlap.append((chosen[:, 1:] & chosen[:, :-1]).sum(-1).mean() / k)
         weights = np.where(view.resident, view.weights, 0).sum(-1)
         resident.append(weights.mean())

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from hsswap.bench.predictor_traces import Trace
-from hsswap.bench.predictor_view import BLOCK, LayerView, in_groups
+from hsswap.bench.predictor_view import BLOCK, Bool, LayerView, in_groups
 from hsswap.bf16 import F32, from_float32, to_float32
 
 
@@ -21,13 +21,15 @@ class Selector(Protocol):
 
     ``group_tokens``: tokens that are chosen together. ``metadata_bytes``: bytes kept for 16 tokens
     and one KV head in the mean of all layers, known once it has learned; None for a control that
-    no system could be. ``remembers``: whether scores depend on k.
+    no system could be. ``remembers``: whether scores depend on k. ``choice_of``: the method of the
+    same choice, if one differs only in what is made of it.
     """
 
     name: str
     group_tokens: int
     metadata_bytes: float | None
     remembers: bool
+    choice_of: str | None
 
     def learn(self, trace: Trace) -> None:
         """Take from the prompt what the rule learns; never from the tested window."""
@@ -38,19 +40,29 @@ class Selector(Protocol):
         ``k``: how many blocks a row attends, for rules that learn from what was attended.
         """
 
+    def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
+        """Outputs ``[H, G, S, d]`` over the ``chosen`` groups ``[H, S, B]`` and the residents, with
+        what the method puts in the place of the rest. The view is that of the last scores.
+        """
 
-class _Plain:
+
+class Plain:
     """A rule that learns nothing."""
 
     group_tokens = BLOCK
     metadata_bytes: float | None = None
     remembers = False
+    choice_of: str | None = None
 
     def learn(self, trace: Trace) -> None:
         """Nothing."""
 
+    def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
+        """As of ``Selector``: nothing is."""
+        return out
 
-class Oracle(_Plain):
+
+class Oracle(Plain):
     """The true mass."""
 
     name = "oracle"
@@ -60,7 +72,7 @@ class Oracle(_Plain):
         return view.mass()
 
 
-class ExactLogits(_Plain):
+class ExactLogits(Plain):
     """True keys, but KVSwap's rule: largest mean logit. What a rule without a softmax costs."""
 
     name = "exact logits"
@@ -72,7 +84,7 @@ class ExactLogits(_Plain):
         return best
 
 
-class LastStep(_Plain):
+class LastStep(Plain):
     """The true mass of the row before: what perfect knowledge of the past is worth."""
 
     name = "last step"
@@ -86,7 +98,7 @@ class LastStep(_Plain):
         return before
 
 
-class Random(_Plain):
+class Random(Plain):
     """Blocks at random."""
 
     name = "random"
@@ -99,7 +111,7 @@ class Random(_Plain):
         return random.random((heads, rows, view.keys.shape[1] // BLOCK), np.float32)
 
 
-class ResidentOnly(_Plain):
+class ResidentOnly(Plain):
     """No block at all."""
 
     name = "resident only"
@@ -111,7 +123,7 @@ class ResidentOnly(_Plain):
         return np.full((heads, rows, view.keys.shape[1] // BLOCK), -np.inf, np.float32)
 
 
-class MeanKey(_Plain):
+class MeanKey(Plain):
     """Mean key of a block (ShadowKV's landmarks, arXiv 2410.21465).
 
     The larger softmax over blocks of the group's query heads.
@@ -130,7 +142,7 @@ class MeanKey(_Plain):
         return best
 
 
-class Quest(_Plain):
+class Quest(Plain):
     """Least and greatest key of a block by channel (Quest, arXiv 2406.10774).
 
     The bound ``sum_i max(q_i m_i, q_i M_i)``; over the group its maximum, or the sum of the
@@ -156,7 +168,7 @@ class Quest(_Plain):
         return joined
 
 
-class ArkVale(_Plain):
+class ArkVale(Plain):
     """Cuboid of a block (ArkVale, NeurIPS 2024): centre c, mean absolute deviation r by channel.
 
     ``q c + |q| r``; over the group the sum of the softmaxes over blocks.
@@ -178,15 +190,13 @@ class ArkVale(_Plain):
         return joined
 
 
-class KvSwap:
+class KvSwap(Plain):
     """KVSwap's rule (arXiv 2511.11907): the layer's keys of all heads in ``r`` common dims.
 
     Singular vectors of keys side by side, mean kept, learned offline; queries averaged over all
     heads, greatest token of a group, one choice for all heads. ``sigma = H d / r``. ``offline``:
     other text; None: the prompt's own keys, which the paper does not have.
     """
-
-    remembers = False
 
     def __init__(self, sigma: int, offline: Trace | None, *, group_tokens: int = BLOCK) -> None:
         self.name = f"KVSwap, sigma {sigma}" + ("" if offline else ", own keys")

@@ -22,10 +22,10 @@ RUN_ROWS = 8
 
 
 class EndToEnd(NamedTuple):
-    """``kl``: mean KL divergence from the dense logits, nats; ``kl_error``: its standard error, from
-    the means of :data:`RUN_ROWS` rows that follow each other, since neighbours are alike. ``nats``:
-    mean loss of the true tokens. ``digits_right`` of ``digits``: planted digits that the greatest
-    logit names.
+    """``kl``: mean KL divergence from the dense logits, nats; ``kl_error``: its standard error,
+    from the means of :data:`RUN_ROWS` rows that follow each other, since neighbours are alike.
+    ``nats``: mean loss of the true tokens. ``digits_right`` of ``digits``: planted digits that the
+    greatest logit names.
     """
 
     kl: float
@@ -50,24 +50,28 @@ class SparseAttention:
         every_key = np.concatenate([trace.keys(layer)[:first], keys])
         every_value = np.concatenate([trace.values(layer)[:first], values])
         view = LayerView.of(layer, queries, every_key, first)
-        allowed = self.allowed(view)
+        chosen = self.chosen(view)
+        size = self._selector.group_tokens
+        tokens = np.repeat(chosen, size, axis=-1)
+        allowed = np.zeros((*tokens.shape[:2], len(every_key)), np.bool_)
+        allowed[..., : tokens.shape[2]] = tokens
+        allowed |= view.resident
         weights = np.where(allowed[:, None], view.weights, np.float32(0))
         weights /= weights.sum(-1, keepdims=True)
         heads, group, rows, length = weights.shape
         v = np.ascontiguousarray(to_float32(every_value).transpose(1, 0, 2))
         out = (weights.reshape(heads, group * rows, length) @ v).reshape(heads, group, rows, -1)
+        out = self._selector.made_up(view, chosen, out)
         return from_float32(out.transpose(2, 0, 1, 3).reshape(queries.shape))
 
-    def allowed(self, view: LayerView) -> Bool:
-        """Tokens attended ``[H, S, T]``."""
+    def chosen(self, view: LayerView) -> Bool:
+        """Groups chosen ``[H, S, B]``."""
         size = self._selector.group_tokens
         count = self._k * BLOCK // size
-        chosen = best_groups(self._selector.scores(view, count), view.candidates(size), count)
-        tokens = view.keys.shape[1]
-        groups = np.zeros((*chosen.shape[:2], tokens // size + 1), np.bool_)
-        np.put_along_axis(groups, chosen, True, -1)  # -1: the column that is made False again
-        groups[..., -1] = False
-        return np.repeat(groups, size, axis=-1)[..., :tokens] | view.resident
+        best = best_groups(self._selector.scores(view, count), view.candidates(size), count)
+        groups = np.zeros((*best.shape[:2], view.keys.shape[1] // size + 1), np.bool_)
+        np.put_along_axis(groups, best, True, -1)  # -1: the column that is left out
+        return groups[..., :-1]
 
 
 def run_sparse(model: Llama, trace: Trace, selector: Selector, k: int, rows: int) -> EndToEnd:
@@ -83,7 +87,7 @@ def run_sparse(model: Llama, trace: Trace, selector: Selector, k: int, rows: int
 
 
 def compare_logits(trace: Trace, logits: F32) -> EndToEnd:
-    """Logits of the last rows of a trace's context against the dense ones."""
+    """Logits of the last rows, two or more, of a trace's context against the dense ones."""
     rows, length = len(logits), trace.sizes.length
     ours, dense = _log_softmax(logits), _log_softmax(trace.logits()[-rows:])
     first = length - rows
@@ -91,7 +95,8 @@ def compare_logits(trace: Trace, logits: F32) -> EndToEnd:
     digits = np.array([first + row + 1 in trace.context.digits for row in range(rows)])
     right = logits.argmax(1) == targets
     divergence = (np.exp(dense) * (dense - ours)).sum(1)
-    runs = divergence[: rows // RUN_ROWS * RUN_ROWS].reshape(-1, RUN_ROWS).mean(1)
+    size = RUN_ROWS if rows >= 2 * RUN_ROWS else 1
+    runs = divergence[: rows // size * size].reshape(-1, size).mean(1)
     return EndToEnd(
         kl=float(divergence.mean()),
         kl_error=float(runs.std(ddof=1) / len(runs) ** 0.5),

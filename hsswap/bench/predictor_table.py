@@ -26,6 +26,7 @@ def means(selection: list[Row], end_to_end: list[Row]) -> list[Row]:
         run = [one for one in end_to_end if (one["method"], one["k"]) == (method, k)]
         run = [one for one in run if one["context"] in ANSWERED]
         row["kl"] = _mean([one["kl"] for one in run])
+        row["kl_low"], row["kl_high"] = _interval(run)
         row["digits_right"] = sum(one["digits_right"] for one in run) if run else None
         row["digits"] = sum(one["digits"] for one in run)
         made.append(row)
@@ -34,6 +35,15 @@ def means(selection: list[Row], end_to_end: list[Row]) -> list[Row]:
         known = [one["metadata_bytes"] for one in end_to_end if one["method"] == row["method"]]
         row["metadata_bytes"] = _mean([value for value in known if value is not None])
     return sorted(made, key=lambda row: row["k"] or 16)
+
+
+def _interval(run: list[Row]) -> tuple[float | None, float | None]:
+    """95 % of the mean of KL: contexts are given, their rows a sample."""
+    if not run:
+        return None, None
+    mean = sum(one["kl"] for one in run) / len(run)
+    error = sum(one["kl_error"] ** 2 for one in run) ** 0.5 / len(run)
+    return round(mean - 1.96 * error, 5), round(mean + 1.96 * error, 5)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -49,12 +59,16 @@ def print_tables(report: Row, people: TextIO) -> None:
     dense = [one for one in report["contexts"] if one["context"] in ANSWERED]
     right = sum(one["dense_digits_right"] for one in dense)
     say(f"\n{report['model']}, {report['tokens']} tokens; digits: the dense model finds {right}")
-    say(f"{'method':42} {'bytes':>6} {'k':>3} {'recall':>7} {'mass':>6} {'error':>6}     KL digits")
+    say(
+        f"{'method':42} {'bytes':>6} {'k':>3} {'recall':>7} {'mass':>6} {'error':>6}  "
+        "KL (95 %) digits"
+    )
     for row in report["means"]:
         cells = [_cell(row[name], 3) for name in ("recall", "mass", "error")]
         say(
             f"{row['method']:42} {_cell(row['metadata_bytes'], 0):>6} {row['k']:3} "
             f"{cells[0]:>7} {cells[1]:>6} {cells[2]:>6} {_cell(row['kl'], 4):>6} "
+            f"({_cell(row['kl_low'], 3)}-{_cell(row['kl_high'], 3)}) "
             f"{_cell(row['digits_right'], 0):>3}/{row['digits']}"
         )
     say("\nunits read a step and KV head, of those wanted (look-ahead: late, in all)")
@@ -63,9 +77,23 @@ def print_tables(report: Row, people: TextIO) -> None:
         whole = (row["late"] + row["ahead"]) / row["units_wanted"]
         ahead = f" {whole:6.1%} with look-ahead" if row["look_ahead"] else ""
         say(f"{row['context']:14} pool {row['pool']}k  {share:6.1%}{ahead}")
+    say("\nshare left out: true, predicted, off for one head, true less predicted (p95), certified")
+    for row in report["left_out"]:
+        say(
+            f"{row['context']:14} {row['method']:12} {row['true']:.3f} {row['predicted']:.3f} "
+            f"{row['mean_difference']:.3f} {row['true_less_predicted_p95']:.3f} "
+            f"{row['certified']:.3f}"
+        )
     say(f"\nnats a token over {report['window']} tokens")
     for row in report["loss"]:
         say(f"{row['context']:14} {row['method']:12} {row['nats']:.4f}")
+    if report["through_swap"]:
+        say("\nas hsswap generate --mode topk decodes, an eighth of the cache in slots (dense)")
+    for row in report["through_swap"]:
+        say(
+            f"{row['context']:14} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats a token, "
+            f"KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
+        )
 
 
 def _cell(value: float | None, digits: int) -> str:

@@ -56,9 +56,9 @@ SPECULATE_HELP = (
 )
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "
-    "by more than promised. After the end the model runs once more with plain attention over the "
-    "same tokens, and the generated ones that it would choose too are counted (one may differ "
-    "where two tokens are nearly as likely)"
+    "by more than promised; topk then puts nothing in the place of what it leaves out. After the "
+    "end the model runs once more with plain attention over the same tokens, and the generated "
+    "ones that it would choose too are counted (one may differ where two are nearly as likely)"
 )
 
 

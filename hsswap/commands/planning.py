@@ -54,7 +54,8 @@ def make_plan(
     top_k = None
     slots, host_slots = options.slots, options.host_slots
     if options.mode == "topk":
-        top_k = _top_k(dims, tokens, slots, least_tile)
+        # The proof is of attention over what was chosen.
+        top_k = replace(_top_k(dims, tokens, slots, least_tile), stand_in=not options.verify)
         slots = slots or _top_k_slots(dims, top_k, least_tile)
     if slots is None:
         slots = max(_least_slots(dims, least_tile), cache_blocks // (2 * CACHE_SHARE))

@@ -20,6 +20,7 @@ from hsswap.driver.operations import (
     AttentionState,
     BlockPool,
     FinalizeWork,
+    LeftOut,
     PagePool,
     ProjectionCodes,
     UnitCache,
@@ -41,7 +42,7 @@ FEW_INDICES = 64
 
 _RECORDS = frozenset(
     (
-        *(UnitPool, PagePool, BlockPool, AttentionState, FinalizeWork),
+        *(UnitPool, PagePool, BlockPool, AttentionState, FinalizeWork, LeftOut),
         *(ProjectionCodes, UnitCache),
         *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
         *(LayerCodes, Resident, ScoreMemory, Attended),

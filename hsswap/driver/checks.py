@@ -201,6 +201,19 @@ def finalize(work: FinalizeWork) -> FinalizeWork:
         check_tensor(work.lse, "f32", shape[:3], "lse", written=True)
     if work.sinks is not None:
         check_tensor(work.sinks, "f32", shape[2:3], "sinks")
+    if work.left_out is not None:
+        given = work.left_out
+        require(shape[:2] == (1, 1), f"left_out is of one row; out has {shape[:2]}")
+        heads, entries = shape_of_rank(given.chosen, 2, "left_out.chosen")
+        require(
+            heads >= 1 and shape[2] % heads == 0,
+            f"left_out.chosen has {heads} KV heads for {shape[2]} query heads",
+        )
+        blocks = shape_of_rank(given.predicted, 2, "left_out.predicted")[1]
+        check_tensor(given.predicted, "f32", (shape[2], blocks), "left_out.predicted")
+        check_tensor(given.chosen, "i32", (heads, entries), "left_out.chosen")
+        check_tensor(given.scale, "f32", shape[2:3], "left_out.scale")
+        check_tensor(given.value, "f32", shape[2:], "left_out.value")
     if work.block_mass is not None:
         if work.block_lse is None:
             raise ArgumentError("block_mass needs block_lse, which attend writes")

@@ -13,6 +13,7 @@ import struct
 
 from hsswap.config import CUDA_SPAN_TOKENS, LayerGroup
 from hsswap.driver.base import Stream
+from hsswap.driver.check_parts import require
 from hsswap.driver.cuda_attention_decode import launch_decode, plan_decode
 from hsswap.driver.cuda_attention_e4m3 import launch_e4m3, uses_e4m3
 from hsswap.driver.cuda_attention_params import (
@@ -32,7 +33,7 @@ from hsswap.driver.cuda_attention_params import (
     transform_of,
 )
 from hsswap.driver.cuda_seam import Chip, Grid, Launcher, format_constants
-from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool, UnitPool
+from hsswap.driver.operations import AttendWork, FinalizeWork, LeftOut, PagePool, UnitPool
 from hsswap.driver.tensor import Tensor
 
 SPAN_TOKENS = CUDA_SPAN_TOKENS
@@ -51,6 +52,7 @@ IN_PLACE_ROWS = 16
 
 _WARPS_A_BLOCK = 4
 _FINALIZE = struct.Struct("<8Q4q6i")
+_MAKE_UP = struct.Struct("<9Q3q4i")
 
 
 def span_tokens(length: int) -> int:
@@ -80,10 +82,11 @@ def enqueue_attend(
         require_contiguous(work.block_lse, "block_lse")
     if end is not None:
         _require_contiguous_end(end)
-    fused = end is not None and end.block_mass is None
+    plain = end is not None and end.left_out is None  # which finalize alone knows
+    fused = end is not None and plain and end.block_mass is None
     decode = plan_decode(device, work, shape)
     if decode is not None:
-        fused = fused or (end is not None and decode.cluster > 0)
+        fused = fused or (plain and decode.cluster > 0)
         launch_decode(device, stream, work, shape, decode, end if fused else None)
     elif uses_e4m3(device, work, shape):
         launch_e4m3(device, stream, work, shape, end if fused else None)
@@ -108,6 +111,10 @@ def _require_contiguous_end(end: FinalizeWork) -> None:
     for tensor, what in ((end.lse, "lse"), (end.sinks, "sinks")):
         if tensor is not None:
             require_contiguous(tensor, what)
+    if end.left_out is not None:
+        require_contiguous(end.left_out.chosen, "left_out.chosen")
+        require_contiguous(end.left_out.scale, "left_out.scale")
+        require_contiguous(end.left_out.value, "left_out.value")
 
 
 def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> None:
@@ -147,6 +154,35 @@ def enqueue_finalize(device: Launcher, stream: Stream, work: FinalizeWork) -> No
     if work.block_mass is not None and entries:
         grid = Grid(-(-sequences * kv_heads * entries // _WARPS_A_BLOCK))
         device.launch(stream, "block_masses", constants, grid, block, 0, params)
+    if work.left_out is not None:
+        _make_up(device, stream, work, work.left_out)
+
+
+def _make_up(device: Launcher, stream: Stream, work: FinalizeWork, left_out: LeftOut) -> None:
+    """Outputs again, with what stands in for the blocks that were not chosen."""
+    q_heads, value_dim = work.out.shape[2:]
+    heads, chosen_count = left_out.chosen.shape
+    strides = element_strides(left_out.predicted)
+    require(strides[1] == 1, "left_out.predicted is not contiguous along blocks")
+    params = _MAKE_UP.pack(
+        work.state.maximum.address,
+        work.state.total.address,
+        work.state.weighted.address,
+        work.out.address,
+        address_of(work.sinks),
+        left_out.predicted.address,
+        left_out.chosen.address,
+        left_out.scale.address,
+        left_out.value.address,
+        *element_strides(work.out)[2:],
+        strides[0],
+        left_out.predicted.shape[1],
+        chosen_count,
+        q_heads // heads,
+        value_dim,
+    )
+    constants = format_constants(work.out.dtype)
+    device.launch(stream, "make_up", constants, Grid(q_heads), Grid(256), 0, params)
 
 
 def wide_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:

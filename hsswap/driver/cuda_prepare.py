@@ -78,6 +78,7 @@ def _top_k(
         yield "codes_prepare", {**chunk, **by_unit}
         yield "codes_mass" if is_tiled(block_size) else "codes_mass_any", {}
         yield "codes_rank", {}
+        yield "make_up", by_format
         return
     codes = code_chunk(predictor.rank)
     yield "encode", {**chunk, **by_unit}

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.codec import log_mass
 from hsswap.driver.host_memory import Scratch
-from hsswap.driver.operations import FinalizeWork
+from hsswap.driver.operations import FinalizeWork, LeftOut
 from hsswap.driver.tensor import Tensor
 from hsswap.halves import narrow
 
@@ -23,6 +24,9 @@ def finalize(work: FinalizeWork, scratch: Scratch) -> None:
     if work.sinks is not None:
         maximum, total, weighted = _with_sinks(maximum, total, weighted, work.sinks.array())
     out = np.where(total[..., None] == 0, np.float32(0), weighted / total[..., None])
+    if work.left_out is not None:
+        made_up = _made_up(out, maximum + np.log(total), work.left_out)
+        out = np.where(total[..., None] == 0, np.float32(0), made_up)
     work.out.array()[...] = narrow(out, work.out.dtype)
     if work.lse is None and work.block_mass is None:
         return
@@ -31,6 +35,20 @@ def finalize(work: FinalizeWork, scratch: Scratch) -> None:
         work.lse.array()[...] = lse
     if work.block_mass is not None and work.block_lse is not None:
         _write_masses(work.block_lse, lse, work.block_mass)
+
+
+def _made_up(out: F32, lse: F32, left_out: LeftOut) -> F32:
+    """``out`` ``[1, 1, Q, dv]`` with what stands in for the blocks that were not chosen."""
+    predicted, chosen = left_out.predicted.array(), left_out.chosen.array()
+    rest = np.ones((len(chosen), predicted.shape[1] + 1), np.bool_)
+    np.put_along_axis(rest, chosen, False, 1)  # -1: the column that is left out
+    by_query = np.repeat(rest[:, :-1], len(predicted) // len(chosen), axis=0)
+    log_rest = log_mass(np.where(by_query, predicted, np.float32(-np.inf)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        share = 1 / (1 + np.exp(lse[0, 0] - log_rest))
+    lacking = left_out.scale.array()[:, None] * out + left_out.value.array()
+    made_up: F32 = out + share[:, None] * lacking
+    return made_up
 
 
 def _with_sinks(maximum: F32, total: F32, weighted: F32, sinks: F32) -> tuple[F32, F32, F32]:

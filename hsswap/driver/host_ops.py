@@ -89,6 +89,13 @@ def wide_keys(group: LayerGroup, parts: Parts, index: Any) -> F32:
     return widen(parts[0][index], group.dtype)
 
 
+def wide_values(group: LayerGroup, parts: Parts, index: Any) -> F32:
+    """The same of the values."""
+    if group.is_e4m3:
+        return e4m3.to_float32(parts[1][index], parts[3][index])
+    return widen(parts[1][index], group.dtype)
+
+
 def _sources(work: AppendWork | AppendAtWork) -> Parts:
     """Rows as the parts of a unit hold them: K and V, in E4M3 then their scales."""
     group = work.units.group

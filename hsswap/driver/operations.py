@@ -192,6 +192,24 @@ class AttentionState:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What makes up for attention that a choice of blocks lacks, of one sequence and one row.
+
+    ``predicted`` ``[Q, B]`` float32: the logsumexp that each block's logits are thought to have,
+    -inf where that is not known; any row stride. ``chosen`` ``[H, N]`` int32: the blocks that were
+    attended, distinct, -1: none. R being the sum of exponentials over the others, and A what was
+    attended, an output o of query head q becomes o + R / (R + A) (scale o + value), in float32
+    before it is rounded. ``scale`` ``[Q]`` and ``value`` ``[Q, dv]`` float32 are of
+    :mod:`hsswap.predictor.stand_in`. All contiguous but ``predicted``.
+    """
+
+    predicted: Tensor
+    chosen: Tensor
+    scale: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class FinalizeWork:
     """``out`` ``[S, R, Q, dv]`` BF16 or FP16, any strides: weighted / total, or 0 where a row saw
     nothing.
@@ -201,7 +219,8 @@ class FinalizeWork:
     exp(block_lse - lse), averaged over the rows and the head's query group; ``block_lse``
     ``[S, R, Q, B]`` is what :class:`AttendWork` wrote. ``sinks`` ``[Q]`` float32, if not None: a
     logit of each query head that takes part in the softmax and has no value (learned sinks, arXiv
-    2309.17453, section 3.1); ``lse`` and ``block_mass`` are then with it.
+    2309.17453, section 3.1); ``lse`` and ``block_mass`` are then with it. ``left_out``, if not
+    None, changes ``out`` alone.
     """
 
     state: AttentionState
@@ -210,6 +229,7 @@ class FinalizeWork:
     block_lse: Tensor | None = None
     block_mass: Tensor | None = None
     sinks: Tensor | None = None
+    left_out: LeftOut | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from hsswap.driver.codes_operations import (
     ScoreCodesWork,
     ScoreMemory,
 )
-from hsswap.driver.operations import I32, BlockPool, EncodeWork, ScoreWork
+from hsswap.driver.operations import I32, BlockPool, EncodeWork, LeftOut, ScoreWork
 from hsswap.driver.tensor import Tensor
 
 I64 = NDArray[np.int64]
@@ -75,6 +75,13 @@ class Predictor(ABC):
     @abstractmethod
     def score_work(self, layer: int, request: ScoreRequest) -> ScoreWork | ScoreCodesWork:
         """Work that scores blocks."""
+
+    def left_out(self, layer: int, predicted: Tensor, chosen: Tensor) -> LeftOut | None:
+        """What makes up for blocks that are not ``chosen`` ``[H, N]``, if anything does.
+
+        ``predicted`` ``[Q, B]``: of :class:`ScoreMemory`, as score has just left it.
+        """
+        return None
 
     def mark(self, layer: int, indices: I64) -> None:
         """The work that encodes these blocks is enqueued."""

@@ -1,13 +1,14 @@
 """From samples of a prompt's keys and queries to the codecs of all layers and KV heads.
 
 Pure: no device, no I/O. :func:`calibrate` is the whole of it; the parts are in ``basis`` (moments,
-directions), ``bits`` (who gets how many) and ``quantiser`` (ranges).
+directions), ``bits`` (who gets how many) and ``quantiser`` (ranges). :func:`stand_ins` learns from
+the same samples what to add for attention that is left out (``stand_in``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,15 @@ from hsswap.codec import HeadCodec, planes_of_budget
 from hsswap.predictor.basis import basis_of, rotated_samples, second_moments
 from hsswap.predictor.bits import allocate_bits
 from hsswap.predictor.quantiser import codec_of
+from hsswap.predictor.stand_in import StandIn, stand_in_of
 from hsswap.rope import F64, Rope
 
 CALIBRATION_TOKENS = 1024
 """Tokens of a prompt that make the basis. Another text of 8,192 tokens was no better."""
 
 SINK_TOKENS = 16
-"""The first tokens, left out: their keys are outliers, and their block is always attended."""
+"""The first tokens, left out of the basis: their keys are outliers, and their block is always
+attended."""
 
 QUERY_STEP = 4
 """Queries of every fourth token give the same recall as all (0.783 and 0.782 on a small Llama)."""
@@ -32,15 +35,18 @@ QUERY_STEP = 4
 class HeadSamples:
     """What one KV head has shown: ``keys`` ``[T, dk]`` at ``positions`` ``[T]``, its group's
     ``queries`` ``[N, G, dk]`` at ``query_positions`` ``[N]`` or None, all as they go into
-    attention. ``value_dim`` counts for the budget alone.
+    attention. ``values`` ``[T, dv]``, or None where attention is not a plain softmax over the whole
+    past. ``group_size``: G, ``value_dim``: dv.
     """
 
     keys: F64
+    values: F64 | None
     positions: NDArray[np.int64]
     queries: F64 | None
     query_positions: NDArray[np.int64] | None
     rope: Rope | None
     logit_scale: float
+    group_size: int
     value_dim: int
 
 
@@ -50,8 +56,10 @@ def calibrate(
     """The codecs of all ``heads`` (every layer's KV heads, in any fixed order), by one threshold.
 
     ``context_tokens``: positions the model will be used at, over which samples are spread. The same
-    input gives the same codecs. Raises ArgumentError for a head with fewer than 2 keys.
+    input gives the same codecs. Raises ArgumentError for a head with fewer than 2 keys behind the
+    first :data:`SINK_TOKENS` positions.
     """
+    heads = [_behind_sinks(head) for head in heads]
     bases = [
         basis_of(
             second_moments(
@@ -72,3 +80,37 @@ def calibrate(
         spread = rotated_samples(head.keys, head.positions, head.rope, 0, context_tokens, random)
         codecs.append(codec_of(basis, own, spread, head.logit_scale))
     return codecs
+
+
+def stand_ins(heads: Sequence[HeadSamples]) -> list[StandIn]:
+    """What stands in for attention that each head leaves out.
+
+    Nothing without queries or values, and nothing of keys that are not those of the first tokens.
+    """
+    return [_stand_in(head) for head in heads]
+
+
+def _stand_in(head: HeadSamples) -> StandIn:
+    is_prompt = np.array_equal(head.positions, np.arange(len(head.keys)))
+    if head.values is None or head.queries is None or not is_prompt:
+        return StandIn.nothing(head.group_size, head.value_dim)
+    assert head.query_positions is not None
+    at = head.query_positions
+    return stand_in_of(head.keys, head.values, head.queries, at, head.logit_scale)
+
+
+def _behind_sinks(head: HeadSamples) -> HeadSamples:
+    """Without the first tokens."""
+    kept = head.positions >= SINK_TOKENS
+    queries, at = head.queries, head.query_positions
+    if queries is not None and at is not None:
+        late = at >= SINK_TOKENS
+        queries, at = queries[late], at[late]
+    return replace(
+        head,
+        keys=head.keys[kept],
+        values=None,
+        positions=head.positions[kept],
+        queries=queries,
+        query_positions=at,
+    )

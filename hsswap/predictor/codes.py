@@ -21,11 +21,12 @@ from hsswap.driver.codes_operations import (
     row_bytes_of,
     table_bytes,
 )
-from hsswap.driver.operations import I32, BlockPool
+from hsswap.driver.operations import I32, BlockPool, LeftOut
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError
 from hsswap.predictor.base import I64, Predictor, ScoreRequest
+from hsswap.predictor.stand_in import StandIn
 
 
 class CodesPredictor(Predictor):
@@ -38,7 +39,7 @@ class CodesPredictor(Predictor):
         self._dims = dims
         self._device = device
         self._memory: list[Buffer] = []
-        self._layers = [_Layer(g, (), None) for g in dims.groups for _ in range(g.layers)]
+        self._layers = [_Layer(g, (), None, None) for g in dims.groups for _ in range(g.layers)]
         self.codecs: tuple[HeadCodec, ...] = ()
         self.version = 0
         """How many bases there have been."""
@@ -47,26 +48,37 @@ class CodesPredictor(Predictor):
     def ready(self) -> bool:
         return bool(self.codecs)
 
-    def prepare(self, codecs: tuple[HeadCodec, ...]) -> PreparedBasis:
-        """Bring a basis to the device: a codec for each KV head of each layer, in order.
+    def prepare(self, learned: Learned) -> PreparedBasis:
+        """Bring a basis to the device.
 
         Waits for the copy; any thread may call it. Raises ArgumentError for another number of
-        codecs or dims, DeviceError when there is no memory.
+        heads or dims, DeviceError when there is no memory.
         """
+        codecs = learned.codecs
         groups = [group for group in self._dims.groups for _ in range(group.layers)]
         wanted = [group.head_dim for group in groups for _ in range(group.kv_heads)]
         if [len(codec.centre) for codec in codecs] != wanted:
             raise ArgumentError(f"a basis of {len(codecs)} heads does not fit a model's {wanted}")
-        at = iter(codecs)
-        of_layer = [tuple(next(at) for _ in range(group.kv_heads)) for group in groups]
-        contents = [table_bytes(own) for own in of_layer]
-        memory = _copied(self._device, np.concatenate(contents))
+        sizes = [group.group_size for group in groups for _ in range(group.kv_heads)]
+        if [len(one.scale) for one in learned.stand_ins] != sizes:
+            raise ArgumentError("a basis of other query heads than the model's")
+        parts, at = [], 0
+        for group in groups:
+            own = slice(at, at + group.kv_heads)
+            at += group.kv_heads
+            scale = np.concatenate([one.scale for one in learned.stand_ins[own]])
+            value = np.concatenate([one.value for one in learned.stand_ins[own]])
+            parts.append((codecs[own], table_bytes(codecs[own]), scale, value))
+        raw = [array.reshape(-1).view(np.uint8) for _, *arrays in parts for array in arrays]
+        memory = _copied(self._device, np.concatenate(raw))
         layers, offset = [], 0
-        for group, own, content in zip(groups, of_layer, contents, strict=True):
-            table = tensor_in(memory, "u8", content.shape, offset_bytes=offset)
-            layers.append(_Layer(group, own, table))
-            offset += content.nbytes
-        return PreparedBasis(codecs, layers, memory)
+        for group, (of_layer, *arrays) in zip(groups, parts, strict=True):
+            tensors = []
+            for array, dtype in zip(arrays, ("u8", "f32", "f32"), strict=True):
+                tensors.append(tensor_in(memory, dtype, array.shape, offset_bytes=offset))
+                offset += array.nbytes
+            layers.append(_Layer(group, of_layer, tensors[0], (tensors[1], tensors[2])))
+        return PreparedBasis(learned, layers, memory)
 
     def install(self, basis: PreparedBasis) -> None:
         """Use a basis from now on; blocks that were encoded before are without a code."""
@@ -74,7 +86,7 @@ class CodesPredictor(Predictor):
         self._memory.append(basis.memory)
         self._layers = basis.layers
         self._coded[...] = False
-        self.codecs = basis.codecs
+        self.codecs = basis.learned.codecs
         self.version += 1
 
     def encode_work(
@@ -97,6 +109,11 @@ class CodesPredictor(Predictor):
             scores=request.scores,
             uncorrected=request.uncorrected,
         )
+
+    def left_out(self, layer: int, predicted: Tensor, chosen: Tensor) -> LeftOut | None:
+        """See :meth:`Predictor.left_out`."""
+        own = self._layers[layer].stand_in
+        return None if own is None else LeftOut(predicted, chosen, *own)
 
     def close(self) -> None:
         """See :meth:`Predictor.close`."""
@@ -140,10 +157,18 @@ def _copied(device: Device, content: NDArray[np.uint8]) -> Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What calibration gives: one of each for every KV head of every layer, in order."""
+
+    codecs: tuple[HeadCodec, ...]
+    stand_ins: tuple[StandIn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedBasis:
     """A basis whose tables are on the device, in ``memory``."""
 
-    codecs: tuple[HeadCodec, ...]
+    learned: Learned
     layers: list[_Layer]
     memory: Buffer
 
@@ -152,9 +177,15 @@ class _Layer:
     """One layer's basis and pages."""
 
     def __init__(
-        self, group: LayerGroup, codecs: tuple[HeadCodec, ...], tables: Tensor | None
+        self,
+        group: LayerGroup,
+        codecs: tuple[HeadCodec, ...],
+        tables: Tensor | None,
+        stand_in: tuple[Tensor, Tensor] | None,
     ) -> None:
+        """``stand_in``: scale ``[Q]`` and value ``[Q, dv]``."""
         self.group = group
         self.codecs = codecs
         self.tables = tables
+        self.stand_in = stand_in
         self.pages: list[Tensor] = []

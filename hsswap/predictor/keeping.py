@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from hsswap.codec import HeadCodec
 from hsswap.config import ModelDims, PredictorConfig
+from hsswap.predictor.codes import Learned
+from hsswap.predictor.stand_in import StandIn
 
-FORMAT = 1
+FORMAT = 2
 BASIS_NAME = "predictor-basis"
-_FIELDS = ("encode", "bias", "query", "centre", "bits")
+_CODEC = ("encode", "bias", "query", "centre", "bits")
+_STAND_IN = ("scale", "value")
 
 
 def basis_key(dims: ModelDims, config: PredictorConfig) -> str:
@@ -33,13 +36,12 @@ def basis_key(dims: ModelDims, config: PredictorConfig) -> str:
     return json.dumps(wanted, sort_keys=True)
 
 
-def save_basis(folder: Path, key: str, codecs: Sequence[HeadCodec]) -> None:
+def save_basis(folder: Path, key: str, learned: Learned) -> None:
     """Write the file, all or nothing. Raises OSError."""
-    arrays = {
-        f"{name} {head}": getattr(codec, name)
-        for head, codec in enumerate(codecs)
-        for name in _FIELDS
-    }
+    arrays: dict[str, Any] = {}
+    for fields, records in ((_CODEC, learned.codecs), (_STAND_IN, learned.stand_ins)):
+        for head, record in enumerate(records):
+            arrays |= {f"{name} {head}": getattr(record, name) for name in fields}
     memory = BytesIO()
     np.savez(memory, key=np.array(key), **arrays)
     content = memory.getvalue()
@@ -51,17 +53,17 @@ def save_basis(folder: Path, key: str, codecs: Sequence[HeadCodec]) -> None:
     part.replace(folder / f"{BASIS_NAME}.npz")
 
 
-def load_basis(folder: Path, key: str) -> tuple[HeadCodec, ...]:
-    """The basis in the file; nothing where there is none that can be used."""
+def load_basis(folder: Path, key: str) -> Learned | None:
+    """The basis in the file; None where there is none that can be used."""
     with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
         content = (folder / f"{BASIS_NAME}.npz").read_bytes()
         if int.from_bytes(content[:4], "little") != crc32(content[4:]):
-            return ()
+            return None
         with np.load(BytesIO(content[4:]), allow_pickle=False) as arrays:
             if str(arrays["key"]) != key:
-                return ()
-            heads = (len(arrays.files) - 1) // len(_FIELDS)
-            return tuple(
-                HeadCodec(*(arrays[f"{name} {head}"] for name in _FIELDS)) for head in range(heads)
-            )
-    return ()
+                return None
+            heads = range((len(arrays.files) - 1) // (len(_CODEC) + len(_STAND_IN)))
+            codecs = [HeadCodec(*(arrays[f"{name} {head}"] for name in _CODEC)) for head in heads]
+            ins = [StandIn(*(arrays[f"{name} {head}"] for name in _STAND_IN)) for head in heads]
+            return Learned(tuple(codecs), tuple(ins))
+    return None

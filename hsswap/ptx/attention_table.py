@@ -86,4 +86,5 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
     ),
     "finalize": Kernel("finalize.cu", "finalize", True),
     "block_masses": Kernel("finalize.cu", "block_masses", True),
+    "make_up": Kernel("finalize.cu", "make_up", True),
 }

@@ -1,4 +1,5 @@
-// The ends of an attention: fold parts into the state, write outputs, block logsumexps and masses.
+// The ends of an attention: fold parts into the state, write outputs, block logsumexps and masses, make up for what
+// was left out.
 //
 // Formula: attention.cuh. References: hsswap/driver/host_attention.py (_accumulate, _block_lse) and
 // hsswap/driver/host_finalize.py. No shared memory. Constants: HEAD_DIM VALUE_DIM GROUP KV_HEADS BLOCK TRANSFORM for
@@ -146,4 +147,60 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) block_masses(const __gr
   }
   sum = warp_sum(sum);
   if (lane == 0) p.block_mass[at] = sum / (p.rows * group);
+}
+
+// Mirrors hsswap/driver/cuda_attention.py.
+struct MakeUpParams {
+  const float* maximum;    // [Q], units of log 2
+  const float* total;      // [Q]
+  const float* weighted;   // [Q, dv]
+  u16* out;                // [Q, dv], strides below, in elements
+  const float* sinks;      // [Q], or null
+  const float* predicted;  // [Q, B], natural, rows predicted_stride apart
+  const int* chosen;       // [H, chosen_count], -1: none
+  const float* scale;      // [Q]
+  const float* value;      // [Q, dv]
+  i64 out_stride[2], predicted_stride;
+  int blocks, chosen_count, group, value_dim;
+};
+
+#define MAKE_UP_WARPS 8
+#define TAKEN_WORDS 1024  // chosen blocks are marked in shared memory, 32,768 blocks at a time
+
+// out = o + R / (R + A) (scale o + value): o as finalize gives it, A the sum of exponentials behind it, R that of the
+// blocks that were not chosen, as predicted. A block for each q. Reference: hsswap/driver/host_finalize.py (_made_up).
+extern "C" __global__ void __launch_bounds__(32 * MAKE_UP_WARPS) make_up(const __grid_constant__ MakeUpParams p) {
+  __shared__ unsigned taken[TAKEN_WORDS];
+  __shared__ float sums[MAKE_UP_WARPS];
+  const int q = blockIdx.x, threads = 32 * MAKE_UP_WARPS;
+  const End end = end_of(p.maximum[q], p.total[q], p.sinks, q);
+  if (end.total == 0.f) return;  // it saw nothing, and stays 0
+  const float lse = lse_of(end.reference, end.total);
+  const float* predicted = p.predicted + q * p.predicted_stride;
+  const int* chosen = p.chosen + (i64)(q / p.group) * p.chosen_count;
+  float rest = 0.f;
+  for (int first = 0; first < p.blocks; first += 32 * TAKEN_WORDS) {
+    for (int i = threadIdx.x; i < TAKEN_WORDS; i += threads) taken[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.chosen_count; i += threads) {
+      const int at = chosen[i] - first;
+      if (chosen[i] >= 0 && at >= 0 && at < 32 * TAKEN_WORDS) atomicOr(&taken[at / 32], 1u << at % 32);
+    }
+    __syncthreads();
+    const int count = min(p.blocks - first, 32 * TAKEN_WORDS);
+    for (int b = threadIdx.x; b < count; b += threads)
+      if (!(taken[b / 32] >> b % 32 & 1)) rest += expf(predicted[first + b] - lse);
+    __syncthreads();
+  }
+  rest = warp_sum(rest);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = rest;
+  __syncthreads();
+  float all = 0.f;
+  for (int i = 0; i < MAKE_UP_WARPS; i++) all += sums[i];
+  const float share = 1.f - 1.f / (1.f + all), scale = p.scale[q];
+  for (int d = threadIdx.x; d < p.value_dim; d += threads) {
+    const float near = __fdiv_rn(p.weighted[(i64)q * p.value_dim + d] * end.factor, end.total);
+    const float lacking = scale * near + p.value[(i64)q * p.value_dim + d];
+    p.out[q * p.out_stride[0] + d * p.out_stride[1]] = half_of(near + share * lacking);
+  }
 }

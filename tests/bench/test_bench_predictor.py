@@ -20,8 +20,11 @@ from hsswap.bench.predictor_contexts import (
     standard_contexts,
 )
 from hsswap.bench.predictor_plot import draw
+from hsswap.bench.predictor_traces import Sizes
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
+from hsswap.models import Llama, Tokenizer
+from tests.models.tiny_llama import WORDS, Tiny, tiny_weights, write_tiny
 
 
 class Letters:
@@ -118,6 +121,42 @@ def has_model() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+class Codes(Letters):
+    """Of a tiny model's few tokens; digits are tokens of their own."""
+
+    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+        return [ord(letter) % len(WORDS) for letter in text]
+
+
+def test_the_whole_command_on_a_tiny_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every method and table, on random weights: nothing is said of how good any is."""
+    tiny = Tiny(head_dim=16, rope_dims=16, context_tokens=1500)
+    model = write_tiny(tmp_path / "m.gguf", tiny, tiny_weights(tiny))
+    monkeypatch.setattr(predictor, "QUICK", Sizes(length=1300, tested=8, window=16))
+    monkeypatch.setattr(Tokenizer, "from_gguf", lambda file: Codes())
+    out = tmp_path / "out.json"
+    asked = ("--quick", "--model", str(model), "--keep", str(tmp_path / "kept"))
+    assert predictor.main(parse(*asked, "--json", "--out", str(out)), Interrupts()) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(out.read_text())
+    means = {row["method"]: row for row in report["means"] if row["k"] == 16}
+    assert means["oracle"]["recall"] == means["oracle"]["mass"] == 1.0
+    assert means["codes 1/32"]["metadata_bytes"] <= 32
+    assert means["codes 1/32, no stand-in"]["recall"] is None  # the choice is that of codes 1/32
+    assert means["codes 1/32, no stand-in"]["kl"] != means["codes 1/32"]["kl"]
+    run = [row for row in report["means"] if row["kl"] is not None]
+    assert all(row["kl"] >= 0 and row["kl_low"] < row["kl"] < row["kl_high"] for row in run)
+    assert {row["context"] for row in report["left_out"]} == {"docs", "needles-a"}
+    # A second run has nothing to do, and prints the same.
+    monkeypatch.setattr(Llama, "forward", None)
+    assert predictor.main(parse(*asked), Interrupts()) == 0
+    printed = capsys.readouterr().out
+    assert "codes 1/16, learned from another kind of text" in printed
+    assert "nats a token over 16 tokens" in printed
 
 
 @pytest.mark.slow

@@ -7,15 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hsswap.bench.predictor_ours import Codes, Projection
-from hsswap.bench.predictor_rows import view_of
+from hsswap.bench.predictor_certificate import certified_share
+from hsswap.bench.predictor_ours import Codes, Projection, samples_of
+from hsswap.bench.predictor_rows import mask_of, view_of
 from hsswap.bench.predictor_selectors import Oracle, ResidentOnly
 from hsswap.bench.predictor_sparse import SparseAttention, compare_logits, run_sparse
 from hsswap.bench.predictor_traces import BASIS_TOKENS, Trace
 from hsswap.bench.predictor_view import BLOCK, LayerView, best_groups
 from hsswap.bf16 import F32, U16, from_float32, to_float32
-from hsswap.codec import encode, log_mass, logits_of, shares
+from hsswap.codec import HeadCodec, encode, log_mass, logits_of, shares
 from hsswap.models import Llama, PlainAttention
+from hsswap.predictor.calibration import stand_ins
+from hsswap.predictor.stand_in import with_stand_in
 from tests.bench.predictor_rig import SIZES, distance, tiny_model, tiny_trace
 
 START = SIZES.length - SIZES.window
@@ -116,6 +119,54 @@ def test_memory_makes_attended_blocks_exact_in_the_end(trace: Trace) -> None:
     assert np.abs(last - true)[:, able].mean() < 0.5 * before
 
 
+def test_a_stand_in_is_that_of_the_package_for_what_is_left_out(trace: Trace) -> None:
+    selector = Codes(1 / 16)
+    selector.learn(trace)
+    view = view_of(trace, 1, trace.queries(1))
+    scores = selector.scores(view, 3)
+    chosen = mask_of(best_groups(scores, view.candidates(), 3), scores.shape[-1])
+    out = np.random.default_rng(1).standard_normal((2, 3, SIZES.tested, 16)).astype(np.float32)
+    got = selector.made_up(view, chosen, out)
+    of_head = stand_ins(samples_of(trace))[2:]
+    for head, row in ((0, 0), (1, SIZES.tested - 1)):
+        packed = encode(selector.codecs[1][head], view.key_blocks[head])
+        mass = log_mass(logits_of(selector.codecs[1][head], view.queries[head, :, row], packed))
+        rest = view.candidates()[row] & ~chosen[head, row]
+        left = np.exp(mass[:, rest].astype(np.float64)).sum(1)
+        ends = np.exp(view.total_lse[head, :, row].astype(np.float64))
+        held = ends * (1 - view.query_mass()[head, :, row][:, rest].sum(1))
+        wanted = with_stand_in(out[head, :, row], left / (left + held), of_head[head])
+        np.testing.assert_allclose(got[head, :, row], wanted, rtol=1e-3, atol=1e-4)
+    assert np.abs(got - out).max() > 1e-3
+    assert (Codes(1 / 16, stand_in=False).made_up(view, chosen, out) == out).all()
+
+
+def test_what_is_certified_holds(trace: Trace) -> None:
+    selector = Codes(1 / 16)
+    selector.learn(trace)
+    view = view_of(trace, 1, trace.queries(1))
+    chosen = np.zeros((2, SIZES.tested, view.key_blocks.shape[1]), np.bool_)
+    true = np.where(view.candidates(), view.mass(), 0).sum(-1)
+    seen = to_float32(trace.basis_queries(1)).reshape(-1, 2, 3, 16)
+    for codecs in (selector.codecs[1], [exact_codec(view.keys[head]) for head in range(2)]):
+        most = certified_share(view, codecs, seen, chosen)
+        assert (most >= true - 1e-5).all()
+    assert np.abs(most - true).max() < 0.2  # a step of a 64th of the range
+
+
+def exact_codec(keys: F32) -> HeadCodec:
+    """Six bits of every dim, as it is."""
+    low, high = keys.min(0), keys.max(0)
+    step = (high - low) / 64 * 1.001
+    return HeadCodec(
+        encode=np.diag(1 / step).astype(np.float32),
+        bias=(-low / step).astype(np.float32),
+        query=(np.diag(step) / 4).astype(np.float32),
+        centre=((low + step / 2) / 4).astype(np.float32),
+        bits=np.full(len(step), 6, np.uint8),
+    )
+
+
 def test_other_text_and_no_queries_make_other_codes(
     model: Llama, trace: Trace, tmp_path: Path
 ) -> None:
@@ -155,9 +206,9 @@ def test_digits_are_counted_where_the_greatest_logit_is_right(trace: Trace) -> N
     rows = np.arange(SIZES.window)
     targets = np.array(trace.context.tokens[START + 1 : SIZES.length + 1])
     logits[rows, targets] = 5
-    assert compare_logits(trace, logits)[2:] == (2, 2)
+    assert compare_logits(trace, logits)[3:] == (2, 2)
     logits[-1] = np.roll(logits[-1], 1)  # the last target is one of the digits
-    assert compare_logits(trace, logits)[2:] == (1, 2)
+    assert compare_logits(trace, logits)[3:] == (1, 2)
 
 
 class StepByStep:
@@ -215,10 +266,9 @@ def test_groups_of_four_read_as_many_tokens(model: Llama, trace: Trace) -> None:
     first = SIZES.length - SIZES.tested
     attention = SparseAttention(trace, Small(), 2, first)
     view = view_of(trace, 0, trace.queries(0))
-    allowed = attention.allowed(view)
-    beside = allowed & ~view.resident
-    assert (beside.sum(-1) == 32).all()
-    assert beside[:, :, 16:48].all()  # of equals the first
+    chosen = attention.chosen(view)
+    assert (chosen.sum(-1) == 8).all()
+    assert chosen[:, :, 4:12].all()  # of equals the first
     assert best_groups(Small().scores(view, 8), view.candidates(4), 8)[0, 0].tolist() == list(
         range(4, 12)
     )

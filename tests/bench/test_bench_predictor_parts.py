@@ -216,7 +216,8 @@ def test_means_are_of_the_standard_contexts() -> None:
     ]
     run = [
         {
-            "context": name, "method": "m", "k": 16, "kl": value, "digits_right": 3, "digits": 5,
+            "context": name, "method": "m", "k": 16, "kl": value, "kl_error": value / 5,
+            "digits_right": 3, "digits": 5,
             "metadata_bytes": 128.0,
         }
         for name, value in (("docs", 0.1), ("needles-b", 0.3), ("recite-many", 9.0))
@@ -224,5 +225,8 @@ def test_means_are_of_the_standard_contexts() -> None:
     row = means(selection, run)[0]
     assert row["recall"] == pytest.approx(0.7)
     assert row["kl"] == pytest.approx(0.2)
+    spread = 1.96 * np.hypot(0.02, 0.06) / 2  # of a mean of two
+    assert row["kl_low"] == pytest.approx(0.2 - spread, abs=1e-5)
+    assert row["kl_high"] == pytest.approx(0.2 + spread, abs=1e-5)
     assert (row["digits_right"], row["digits"], row["metadata_bytes"]) == (6, 10, 128.0)
     assert json.dumps(row)

@@ -120,13 +120,15 @@ def head_samples(seed: int, *, with_queries: bool = True, rope: Rope | None = RO
         correlated(random, 192, 0.7).reshape(96, 2, DIM), np.repeat(at[:, None], 2, 1), rope
     )
     return HeadSamples(
-        keys,
-        positions,
-        queries if with_queries else None,
-        at if with_queries else None,
-        rope,
-        DIM**-0.5,
-        DIM,
+        keys=keys,
+        values=None,
+        positions=positions,
+        queries=queries if with_queries else None,
+        query_positions=at if with_queries else None,
+        rope=rope,
+        logit_scale=DIM**-0.5,
+        group_size=2,
+        value_dim=DIM,
     )
 
 
