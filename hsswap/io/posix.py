@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +18,11 @@ import numpy as np
 from hsswap.config import DISK_ALIGNMENT
 from hsswap.errors import BlockIOError, ConfigError
 from hsswap.io import linux
+from hsswap.io.aio import AioReads
 from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.problems import ended_early, from_os_error, io_error
-from hsswap.io.threads import ThreadedIO
+from hsswap.io.threads import SPANS_TOGETHER, ThreadedIO
 
 PROBE_NAME = "hsswap.probe"
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,6 +82,10 @@ class PosixIO(ThreadedIO):
         super().__init__([f"hsswap-io-{number}" for number in range(threads)], limit)
         self._system = calls or VectoredCalls()
         self._direct = False
+        # Whether a thread has several spans read at the same time. Not with other system calls.
+        self._side_by_side = calls is None
+        self._of_thread = threading.local()
+        self._aios: list[AioReads] = []
         self._path = "not started"
 
     @property
@@ -108,6 +114,12 @@ class PosixIO(ThreadedIO):
         else:
             self._direct = 0 < alignment <= DISK_ALIGNMENT
         self._path = "O_DIRECT" if self._direct else f"page cache ({system.name})"
+        self._side_by_side &= self._direct  # else starting them is reading them
+
+    async def _stop(self) -> None:
+        await super()._stop()
+        while self._aios:
+            self._aios.pop().close()
 
     @staticmethod
     def _open_probe(directory: Path) -> int:
@@ -174,7 +186,7 @@ class PosixIO(ThreadedIO):
             direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             # Only an overlay whose layer below cannot, or a kind that our table has wrong.
-            self._direct = False
+            self._direct = self._side_by_side = False
             self._path = f"page cache (O_DIRECT refused: {os.strerror(error.errno or 0)})"
             return descriptor
         os.close(descriptor)
@@ -205,7 +217,39 @@ class PosixIO(ThreadedIO):
     def span_limit(self) -> int:
         return SPAN_LIMIT
 
+    def _spans_together(self, reads: SpanReads) -> int:
+        return SPANS_TOGETHER if self._side_by_side else super()._spans_together(reads)
+
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
+        aio = self._aio()
+        if aio is None:
+            return self._read_one_by_one(reads, numbers)
+        files = [reads.files[number] for number in numbers]
+        moved = aio.read(
+            [file.descriptor for file in files if isinstance(file, PosixFile)],
+            [reads.offsets[number] for number in numbers],
+            [reads.addresses[number] for number in numbers],
+            reads.span_bytes,
+        )
+        return [
+            (reads, [number], span_error(reads, number, nbytes))
+            for number, nbytes in zip(numbers, moved, strict=True)
+            if nbytes != reads.span_bytes
+        ]
+
+    def _aio(self) -> AioReads | None:
+        """This thread's; None where reads cannot go side by side."""
+        found: AioReads | None = getattr(self._of_thread, "aio", None)
+        if found is None and self._side_by_side:
+            try:
+                found = self._of_thread.aio = AioReads(SPANS_TOGETHER)
+            except OSError:  # forbidden, or too many on this machine (fs.aio-max-nr)
+                self._side_by_side = False
+            else:
+                self._aios.append(found)
+        return found
+
+    def _read_one_by_one(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
         iovecs = np.empty((len(numbers), 2), np.uint64)
         iovecs[:, 0] = [reads.addresses[number] for number in numbers]
         iovecs[:, 1] = reads.span_bytes
