@@ -55,7 +55,6 @@ class UringIO(CountedIO):
         self._posix = PosixIO(1)
         self._queue: DriveQueue | None = None
         self._hooks: HookThreads | None = None
-        self._inline_bytes = 0
         self._waiting: tuple[deque[Transfer | SpanReads], ...] = tuple(deque() for _ in Priority)
         # Of those started: how many, and their bytes by priority.
         self._started = 0
@@ -101,9 +100,7 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        checking = limits.where_to_check(len(os.sched_getaffinity(0)))
-        self._inline_bytes = checking.inline_bytes
-        names = [f"hsswap-hooks-{number}" for number in range(checking.threads)]
+        names = [f"hsswap-hooks-{number}" for number in range(limits.HOOK_THREADS)]
         self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
 
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
@@ -150,7 +147,7 @@ class UringIO(CountedIO):
 
     @property
     def span_limit(self) -> int:
-        return self._inline_bytes
+        return limits.INLINE_BYTES
 
     def submit_spans(self, reads: SpanReads) -> None:
         self._accept_spans(reads)
@@ -246,7 +243,7 @@ class UringIO(CountedIO):
 
     def _is_long(self, transfer: Transfer, nbytes: int) -> bool:
         """Whether its hook runs on a thread."""
-        short = nbytes <= limits.TURN_BYTES and transfer.span_bytes <= self._inline_bytes
+        short = nbytes <= limits.TURN_BYTES and transfer.span_bytes <= limits.INLINE_BYTES
         return not (short and transfer.quick)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:

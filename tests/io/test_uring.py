@@ -22,7 +22,7 @@ from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
 from hsswap.io.uring import UringIO
-from hsswap.io.uring_limits import MANY, MANY_PROCESSORS, TURN_BYTES
+from hsswap.io.uring_limits import TURN_BYTES
 from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
 from hsswap.io.uring_ring import Entry, Ring, RingCalls, RingRefused
 from tests.io.support import PAGE, Pages, pattern
@@ -293,10 +293,7 @@ async def test_real_faults(tmp_path: Path) -> None:
     await io.close()
 
 
-async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(tmp_path: Path) -> None:
     io = UringIO(4)
     await io.start(tmp_path)
     run_bytes = TURN_BYTES // 2
@@ -321,30 +318,6 @@ async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(
     assert threads[0] != here
     assert await run(io, transfer(Operation.READ, file, Pages(1), ignore, **hooks)) == [None]
     assert threads[1] == here
-    await io.close()
-
-
-async def test_where_there_are_processors_long_spans_are_checked_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(MANY)))
-    io = UringIO(4)
-    await io.start(tmp_path)
-    file = await io.create_file(tmp_path / "file", 64 * MANY_PROCESSORS.inline_bytes)
-    for count, span_bytes, here in (
-        (1, MANY_PROCESSORS.inline_bytes, True),
-        (4, MANY_PROCESSORS.inline_bytes, True),  # each of them is short
-        (1, MANY_PROCESSORS.inline_bytes + PAGE, False),
-    ):
-        threads: list[int] = []
-        hook = lambda one, seen=threads: seen.append(threading.get_ident())  # noqa: E731
-        for operation in Operation:
-            one = transfer(
-                operation, file, Pages(count, span_bytes), ignore,
-                prepare=hook, verify=hook, quick=True,
-            )  # fmt: skip
-            assert await run(io, one) == [None]
-        assert [thread == threading.get_ident() for thread in threads] == [here] * 2
     await io.close()
 
 
