@@ -111,7 +111,7 @@ def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | Scat
 def gather(device: Launcher, stream: Stream, work: GatherWork) -> None:
     """Host slots to device slots: by the copy engine where runs of whole blocks are long."""
     runs = block_runs(work)
-    if len(work.heads) * work.units.unit_bytes < COPY_BYTES * max(1, len(runs)):
+    if not runs or len(work.heads) * work.units.unit_bytes < COPY_BYTES * len(runs):
         _move(device, stream, "gather", work)
         return
     block_bytes = work.blocks.block_bytes

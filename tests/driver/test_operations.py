@@ -215,6 +215,19 @@ def test_gather_of_whole_blocks(rig: Rig, host_slots: list[int], block_slots: li
     np.testing.assert_array_equal(content(work.blocks), source)
 
 
+def test_gather_of_many_units_in_any_order(rig: Rig) -> None:
+    """As many bytes as the copy engine takes, but not whole blocks one behind the other."""
+    work = whole_blocks(rig, [*range(40)], [*range(3, 43)])
+    order = np.random.default_rng(5).permutation(len(work.heads))
+    lists = (work.host_slots[order], work.heads[order], work.device_slots[order])
+    source = content(work.blocks)
+    wanted = content(work.units).reshape(64, -1)
+    wanted[3:43] = source[:40]
+    rig.device.gather(rig.stream, GatherWork(work.blocks, work.units, *lists))
+    rig.stream.synchronize()
+    np.testing.assert_array_equal(content(work.units).reshape(64, -1), wanted)
+
+
 def test_runs_of_whole_blocks(rig: Rig) -> None:
     work = whole_blocks(rig, [4, 5, 6, 9, 10, 3], [7, 8, 9, 10, 12, 13])
     assert block_runs(work) == [(4, 7, 3), (9, 10, 1), (10, 12, 1), (3, 13, 1)]
