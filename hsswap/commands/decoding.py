@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.commands.verify import AttentionVerifier
-from hsswap.config import ModelDims, SwapConfig
+from hsswap.config import LayerGroup, ModelDims, SwapConfig
 from hsswap.metrics import SwapStatistics
 from hsswap.models import Arrays, HostArrays, LlamaConfig, TokenIds
 from hsswap.rope import Rope
@@ -75,19 +76,27 @@ def dims_of(
 
     Raises ConfigError for a head_dim that cannot be swapped.
     """
-    factors = np.full(config.rope_dims // 2, config.rope_factor)
-    if rope_factors is not None:
-        factors = factors * rope_factors
-    rope = Rope(config.rope_base, config.rope_dims, "adjacent", tuple(factors.tolist()))
-    return ModelDims.uniform(
-        layers=config.layers,
-        q_heads=config.q_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        rope=rope,
-        kv_dtype=kv_dtype,
-    )
+    windows = [config.window_of(layer) for layer in range(config.layers)]
+    groups, first = [], 0
+    for window, alike in groupby(windows):
+        base, factor = config.rope_of(first)
+        factors = np.full(config.rope_dims // 2, factor)
+        if rope_factors is not None:
+            factors = factors * rope_factors
+        rope = Rope(base, config.rope_dims, "adjacent", tuple(factors.tolist()))
+        layers = len(list(alike))
+        first += layers
+        group = LayerGroup(
+            layers,
+            config.q_heads,
+            config.kv_heads,
+            config.head_dim,
+            window=window,
+            rope=rope,
+            kv_dtype=kv_dtype,
+        )
+        groups.append(group)
+    return ModelDims(tuple(groups), block_size)
 
 
 class SwapAttention:

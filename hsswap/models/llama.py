@@ -1,4 +1,5 @@
-"""The Llama forward pass in NumPy float32. It holds no KV cache: attention is somebody else's.
+"""The Llama forward pass in NumPy float32, and Gemma 3's. It holds no KV cache: attention is
+somebody else's.
 
 One layer, for the rows of a chunk:
 
@@ -7,6 +8,10 @@ One layer, for the rows of a chunk:
     x    += attend(layer, q, k, v) out^T
     h     = rms_norm(x) * ffn_norm
     x    += (silu(h gate^T) * (h up^T)) down^T
+
+Gemma 3 (arXiv 2503.19786): x begins as the embedding times the root of the width; q and k have
+norms before they are rotated; what is added to x has a norm behind it; GELU in place of SiLU; most
+layers see a window of tokens.
 
 Weights keep GGUF's layout ``[out, in]``, C-contiguous, fused where they share an input. For one row
 NumPy then calls sgemv, which reads each weight once: SmolLM2-135M's 538 MB in 12 ms on two cores
@@ -54,7 +59,8 @@ class Attention(Protocol):
         caller's own and stay valid only during the call.
 
         Returns ``[rows, q_heads, head_dim]`` BF16 codes. Row ``i`` sees every token appended before
-        and the rows ``0 .. i`` of this call, with logits scaled by ``head_dim ** -0.5``; query head
+        and the rows ``0 .. i`` of this call (of a layer with a window, the last of them), with
+        logits scaled by ``head_dim ** -0.5``; query head
         ``h`` uses KV head ``h // (q_heads // kv_heads)``. Layers are called in order 0, 1, 2, ...
         for each chunk.
         """
@@ -71,7 +77,9 @@ class Llama:
         self.arrays = HostArrays()
         self.config = config
         self.weights = weights
-        self._rope = np.empty((0, config.rope_dims // 2), np.complex64)
+        none = np.empty((0, config.rope_dims // 2), np.complex64)
+        kinds = {config.rope_of(layer) for layer in range(config.layers)}
+        self._rope = dict.fromkeys(kinds, none)
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Llama:
@@ -158,7 +166,10 @@ class Llama:
     def plain_attention(self, capacity_tokens: int) -> PlainAttention:
         """The baseline: everything in memory."""
         c = self.config
-        return PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=capacity_tokens)
+        windows = [c.window_of(layer) for layer in range(c.layers)]
+        return PlainAttention(
+            c.layers, c.kv_heads, c.head_dim, capacity_tokens=capacity_tokens, windows=windows
+        )
 
     def layer_queries(self, layer: int, hidden: F32, position: int) -> U16:
         """BF16 queries ``[rows, q_heads, head_dim]`` that a layer makes of input ``[rows, width]``.
@@ -168,8 +179,10 @@ class Llama:
         c, w = self.config, self.weights.layers[layer]
         normed = _rms_norm(hidden, w.attn_norm, c.rms_eps)
         q = (normed @ w.qkv[: c.q_heads * c.head_dim].T).reshape(len(hidden), -1, c.head_dim)
+        if w.q_norm is not None:
+            q = _rms_norm(q, w.q_norm, c.rms_eps)
         turned = q[:, :, : c.rope_dims].view(np.complex64)
-        turned *= self._rope_rows(position, len(hidden))[:, None, :]
+        turned *= self._rope_rows(layer, position, len(hidden))[:, None, :]
         return from_float32(q)
 
     def _layers(
@@ -189,16 +202,21 @@ class Llama:
         """
         c, ids = self.config, check_tokens(tokens, position, self.config)
         rows, q_heads, kv_heads, head_dim = len(ids), c.q_heads, c.kv_heads, c.head_dim
-        turn = self._rope_rows(position, rows)[:, None, :]
         x: F32 = self.weights.embedding[ids]
+        if c.is_gemma3:
+            x *= np.float32(c.width**0.5)
         for layer, w in enumerate(self.weights.layers[:layers]):
             if on_layer is not None:
                 on_layer(layer, x)
             qkv = np.concatenate(
                 [_rms_norm(x[part], w.attn_norm, c.rms_eps) @ w.qkv.T for part in parts]
             ).reshape(rows, -1, head_dim)
+            if w.q_norm is not None and w.k_norm is not None:
+                both = q_heads + kv_heads
+                qkv[:, :q_heads] = _rms_norm(qkv[:, :q_heads], w.q_norm, c.rms_eps)
+                qkv[:, q_heads:both] = _rms_norm(qkv[:, q_heads:both], w.k_norm, c.rms_eps)
             turned = qkv[:, : q_heads + kv_heads, : c.rope_dims].view(np.complex64)
-            turned *= turn
+            turned *= self._rope_rows(layer, position, rows)[:, None, :]
             codes = from_float32(qkv)
             attended = attention.attend(
                 layer,
@@ -220,9 +238,13 @@ class Llama:
 
     def _behind_attention(self, x: F32, attended: U16, w: LayerWeights) -> None:
         """The rest of a layer, in place."""
-        x += to_float32(attended).reshape(len(x), -1) @ w.out.T
-        gate_up = _rms_norm(x, w.ffn_norm, self.config.rms_eps) @ w.gate_up.T
-        x += _gated(gate_up) @ w.down.T
+        eps = self.config.rms_eps
+        added = to_float32(attended).reshape(len(x), -1) @ w.out.T
+        x += added if w.post_attn_norm is None else _rms_norm(added, w.post_attn_norm, eps)
+        gate_up = _rms_norm(x, w.ffn_norm, eps) @ w.gate_up.T
+        gated = _gelu_gated(gate_up) if self.config.is_gemma3 else _gated(gate_up)
+        added = gated @ w.down.T
+        x += added if w.post_ffn_norm is None else _rms_norm(added, w.post_ffn_norm, eps)
 
     def _logits(self, hidden: F32) -> F32:
         """``[rows, vocab_size]`` of ``[rows, width]``."""
@@ -230,19 +252,21 @@ class Llama:
         logits: F32 = normed @ self.weights.output.T
         return logits
 
-    def _rope_rows(self, position: int, rows: int) -> NDArray[np.complex64]:
+    def _rope_rows(self, layer: int, position: int, rows: int) -> NDArray[np.complex64]:
         """exp(i * angle) of ``rows`` positions, ``[rows, rope_dims / 2]``, from a growing table."""
-        end = position + rows
-        if end > len(self._rope):
-            c, have = self.config, len(self._rope)
+        end, kind = position + rows, self.config.rope_of(layer)
+        table = self._rope[kind]
+        if end > len(table):
+            c, have = self.config, len(table)
             # At most doubled each time, never past the context: a 128k context costs 64 MB of
             # table only if it is used.
             size = min(max(end, 2 * have, _ROPE_ROWS_MIN), c.context_tokens)
-            frequency = rope_frequencies(c, self.weights.rope_factors)
-            angle = np.outer(np.arange(have, size) / c.rope_factor, frequency)
+            base, factor = kind
+            frequency = rope_frequencies(c, self.weights.rope_factors, base)
+            angle = np.outer(np.arange(have, size) / factor, frequency)
             more = np.exp(1j * angle).astype(np.complex64)
-            self._rope = np.concatenate([self._rope, more])
-        return self._rope[position:end]
+            table = self._rope[kind] = np.concatenate([table, more])
+        return table[position:end]
 
 
 def check_tokens(tokens: TokenIds, position: int, config: LlamaConfig) -> NDArray[np.int64]:
@@ -261,18 +285,20 @@ def check_tokens(tokens: TokenIds, position: int, config: LlamaConfig) -> NDArra
     return ids.astype(np.int64, copy=False)
 
 
-def rope_frequencies(config: LlamaConfig, factors: F32 | None) -> NDArray[np.float64]:
-    """Radians a position of each pair of dims, ``[rope_dims / 2]``."""
-    c = config
-    frequency: NDArray[np.float64] = c.rope_base ** (-np.arange(0, c.rope_dims, 2) / c.rope_dims)
+def rope_frequencies(
+    config: LlamaConfig, factors: F32 | None, base: float | None = None
+) -> NDArray[np.float64]:
+    """Radians a position of each pair of dims, ``[rope_dims / 2]``, for a base or the model's."""
+    c, base = config, base or config.rope_base
+    frequency: NDArray[np.float64] = base ** (-np.arange(0, c.rope_dims, 2) / c.rope_dims)
     return frequency if factors is None else frequency / factors
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    """``x / rms(x) * weight`` over the last axis, float32 ``[rows, width]``."""
+    """``x / rms(x) * weight`` over the last axis, float32 ``[..., width]``."""
     square_sum: F32 = np.vecdot(x, x)
     scale = 1.0 / np.sqrt(square_sum / np.float32(x.shape[-1]) + np.float32(eps))
-    normed: F32 = x * scale[:, None]
+    normed: F32 = x * scale[..., None]
     normed *= weight
     return normed
 
@@ -287,5 +313,18 @@ def _gated(gate_up: F32) -> F32:
         np.exp(result, out=result)
     result += np.float32(1.0)
     np.divide(gate, result, out=result)
+    result *= up
+    return result
+
+
+def _gelu_gated(gate_up: F32) -> F32:
+    """``gelu(gate) * up``, GELU by its tanh formula (arXiv 1606.08415, section 2), as Gemma's."""
+    half = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :half], gate_up[:, half:]
+    inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate * gate * gate)
+    result: F32 = np.tanh(inner)
+    result += np.float32(1.0)
+    result *= gate
+    result *= np.float32(0.5)
     result *= up
     return result

@@ -10,6 +10,14 @@ from hsswap.bf16 import F32
 from hsswap.models.config import LlamaConfig
 from hsswap.models.gguf_file import GgufFile, check_tensors, read_tensors
 
+_HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+_GEMMA3_NORMS = {
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "post_attn_norm": "post_attention_norm",
+    "post_ffn_norm": "post_ffw_norm",
+}
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -23,6 +31,11 @@ class LayerWeights:
     ffn_norm: F32  # [width]
     gate_up: F32  # [2 * ffn_width, width]
     down: F32  # [width, ffn_width]
+    # Of Gemma 3 alone.
+    q_norm: F32 | None = None  # [head_dim]
+    k_norm: F32 | None = None  # [head_dim]
+    post_attn_norm: F32 | None = None  # [width]
+    post_ffn_norm: F32 | None = None  # [width]
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,12 @@ def load_weights(file: GgufFile, config: LlamaConfig) -> LlamaWeights:
         at = f"blk.{layer}."
         qkv = {"attn_q.weight": q_width, "attn_k.weight": kv_width, "attn_v.weight": kv_width}
         gate_up = {"ffn_gate.weight": c.ffn_width, "ffn_up.weight": c.ffn_width}
+        more: dict[str, F32] = {}
+        if c.is_gemma3:
+            more = {
+                field: new(f"{at}{name}.weight", c.head_dim if name in _HEAD_NORMS else c.width)
+                for field, name in _GEMMA3_NORMS.items()
+            }
         layers.append(
             LayerWeights(
                 attn_norm=new(at + "attn_norm.weight", c.width),
@@ -72,6 +91,7 @@ def load_weights(file: GgufFile, config: LlamaConfig) -> LlamaWeights:
                 ffn_norm=new(at + "ffn_norm.weight", c.width),
                 gate_up=fused(c.width, {at + name: rows for name, rows in gate_up.items()}),
                 down=new(at + "ffn_down.weight", c.width, c.ffn_width),
+                **more,
             )
         )
     scaled = "rope_freqs.weight" in file.tensors
@@ -83,7 +103,22 @@ def load_weights(file: GgufFile, config: LlamaConfig) -> LlamaWeights:
         rope_factors=new("rope_freqs.weight", c.rope_dims // 2) if scaled else None,
     )
     read_tensors(file, targets)
+    if c.is_gemma3:
+        for own in weights.layers:
+            _make_pairs_adjacent(own, c)
     return weights
+
+
+def _make_pairs_adjacent(own: LayerWeights, c: LlamaConfig) -> None:
+    """Of files whose RoPE turns dims (i, i + d / 2): reorder q's and k's dims, which changes no
+    product of the two, so that pairs are neighbours as in Llama's files.
+    """
+    order = np.arange(c.head_dim).reshape(2, -1).T.ravel()
+    heads = own.qkv[: (c.q_heads + c.kv_heads) * c.head_dim].reshape(-1, c.head_dim, c.width)
+    heads[...] = heads[:, order]
+    for norm in (own.q_norm, own.k_norm):
+        assert norm is not None
+        norm[...] = norm[order]
 
 
 def read_rope_factors(file: GgufFile) -> F32 | None:
@@ -112,6 +147,9 @@ def _tensor_shapes(file: GgufFile, c: LlamaConfig) -> dict[str, tuple[int, ...]]
         "ffn_up": (c.ffn_width, c.width),
         "ffn_down": (c.width, c.ffn_width),
     }
+    if c.is_gemma3:
+        for name in _GEMMA3_NORMS.values():
+            of_layer[name] = (c.head_dim,) if name in _HEAD_NORMS else (c.width,)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (c.vocab_size, c.width),
         "output_norm.weight": (c.width,),

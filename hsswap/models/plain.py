@@ -7,6 +7,8 @@ through BLAS together, and nothing loops over tokens or heads in Python.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hsswap.bf16 import F32, U16, from_float32, to_float32
@@ -24,9 +26,16 @@ class PlainAttention:
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, *, capacity_tokens: int = _CAPACITY_TOKENS
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        capacity_tokens: int = _CAPACITY_TOKENS,
+        windows: Sequence[int | None] = (),
     ) -> None:
-        """``capacity_tokens`` is the room made at first; it doubles when it is full.
+        """``capacity_tokens`` is the room made at first; it doubles when it is full. ``windows``:
+        the last tokens that each layer's rows see, None: all; empty: all in every layer.
 
         Raises ``ArgumentError`` if a size is not positive.
         """
@@ -36,6 +45,7 @@ class PlainAttention:
         self._keys: list[F32] = [np.empty(shape, np.float32) for _ in range(layers)]
         self._values: list[F32] = [np.empty(shape, np.float32) for _ in range(layers)]
         self._lengths = [0] * layers
+        self._windows = tuple(windows) or (None,) * layers
 
     def length(self, layer: int) -> int:
         """The tokens now in ``layer``'s cache."""
@@ -60,7 +70,12 @@ class PlainAttention:
             raise ArgumentError(f"{rows} rows of {q_heads} heads do not fit {kv_heads} KV heads")
         end = self._append(layer, keys, values)
         # [kv_heads, tokens, head_dim]: each head's matrix is contiguous, as BLAS wants it.
-        return self._dense(self._keys[layer][:, :end], self._values[layer][:, :end], queries)
+        first, window = 0, self._windows[layer]
+        if window is not None:
+            first = max(0, end - rows + 1 - window)  # what the first row sees
+        part = slice(first, end)
+        keys_seen, values_seen = self._keys[layer][:, part], self._values[layer][:, part]
+        return self._dense(keys_seen, values_seen, queries, window)
 
     def _append(self, layer: int, keys: U16, values: U16) -> int:
         first = self._lengths[layer]
@@ -76,7 +91,7 @@ class PlainAttention:
         return end
 
     @staticmethod
-    def _dense(keys: F32, values: F32, queries: U16) -> U16:
+    def _dense(keys: F32, values: F32, queries: U16, window: int | None) -> U16:
         kv_heads, tokens, head_dim = keys.shape
         rows, q_heads = queries.shape[0], queries.shape[1]
         group = q_heads // kv_heads
@@ -91,6 +106,11 @@ class PlainAttention:
         if rows > 1:
             own = scores.reshape(kv_heads, group, rows, tokens)[..., tokens - rows :]
             own[...] = np.where(np.tri(rows, dtype=np.bool_), own, np.float32(-np.inf))
+            if window is not None:
+                row, token = np.arange(rows)[:, None], np.arange(tokens)
+                far = token <= row + (tokens - rows) - window
+                every = scores.reshape(kv_heads, group, rows, tokens)
+                np.copyto(every, np.float32(-np.inf), where=far)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)

@@ -1,19 +1,22 @@
-"""Byte-level BPE tokenizers rebuilt from a GGUF file's metadata.
+"""Tokenizers rebuilt from a GGUF file's metadata: byte-level BPE, and SentencePiece's BPE.
 
-Text is split by the regular expressions that ``tokenizer.ggml.pre`` names, each piece is written in
-GPT-2's byte alphabet and merged by the ``tokenizers`` package, imported on first use. The way back
-needs no package: a token is a fixed string of bytes.
+For the first, text is split by the regular expressions that ``tokenizer.ggml.pre`` names, each
+piece is written in GPT-2's byte alphabet and merged by the ``tokenizers`` package, imported on
+first use; the second is :mod:`hsswap.models.pieces`. The way back needs no package: a token is a
+fixed string of bytes.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hsswap.errors import ArgumentError, ModelError
 from hsswap.models.gguf_file import GgufFile
+from hsswap.models.pieces import PieceEncoder, bytes_of_pieces
 
 if TYPE_CHECKING:
     import tokenizers
@@ -41,6 +44,7 @@ _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "llama-bpe": _Split((_LLAMA3,), ignore_merges=True),
 }
+_KINDS = ("gpt2", "llama")
 # llama.cpp's numbers of token types; 2, 5 and 6 do not occur in byte-level vocabularies.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -62,13 +66,13 @@ class Tokenizer:
 
     def __init__(
         self,
-        engine: tokenizers.Tokenizer,
+        encode_text: Callable[[str], list[int]],
         token_bytes: Sequence[bytes],
         control: dict[str, int],
         always: dict[str, int],
         ids: _SpecialIds,
     ) -> None:
-        self._engine = engine
+        self._encode_text = encode_text
         self._bytes = token_bytes
         self._control = frozenset(control.values())
         self._always_ids = always
@@ -85,22 +89,16 @@ class Tokenizer:
     def from_gguf(cls, file: GgufFile) -> Tokenizer:
         """Build the tokenizer that ``file`` describes.
 
-        Raises ``ModelError`` if the file has none, if it is not byte-level BPE or splits text in an
+        Raises ``ModelError`` if the file has none, if it is of another kind or splits text in an
         unknown way (named), or if the ``tokenizers`` package is not installed.
         """
         model = file.get_str("tokenizer.ggml.model")
-        if model != "gpt2":
+        if model not in _KINDS:
             raise ModelError(
-                f"{file.path} has a tokenizer of kind {model!r}, and only 'gpt2' (byte-level BPE) "
-                "is supported; name another model"
-            )
-        pre = file.get_str("tokenizer.ggml.pre", "default")
-        split = _SPLITS.get(pre)
-        if split is None:
-            raise ModelError(
-                f"{file.path} has the pre-tokenizer {pre!r}, and only {', '.join(_SPLITS)} are "
+                f"{file.path} has a tokenizer of kind {model!r}, and only {', '.join(_KINDS)} are "
                 "supported; name another model"
             )
+        split = _split_of(file) if model == "gpt2" else None
         tokens: list[str] = file.get_list("tokenizer.ggml.tokens", str)
         kinds: list[int] = file.get_list("tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
         if len(kinds) != len(tokens) or not tokens:
@@ -109,10 +107,17 @@ class Tokenizer:
                 "convert the model again"
             )
         special = {kind: _of_kind(tokens, kinds, kind) for kind in (_CONTROL, _USER_DEFINED)}
-        engine = _build_engine(file, tokens, split)
+        encode: Callable[[str], list[int]]
+        if split is None:
+            encode = PieceEncoder.from_gguf(file, tokens, kinds).encode
+            spelled = bytes_of_pieces(tokens, kinds)
+        else:
+            engine = _build_engine(file, tokens, split)
+            encode = partial(_encode_by, engine)
+            spelled = _bytes_of_tokens(file, tokens, kinds)
         return cls(
-            engine,
-            _bytes_of_tokens(file, tokens, kinds),
+            encode,
+            spelled,
             special[_CONTROL],
             special[_USER_DEFINED],
             _read_special_ids(file, len(tokens)),
@@ -148,7 +153,7 @@ class Tokenizer:
             if special_id is not None:
                 ids.append(special_id)
             elif piece:
-                ids.extend(self._engine.encode(piece, add_special_tokens=False).ids)
+                ids.extend(self._encode_text(piece))
         return ids
 
     def token_bytes(self, token_id: int, *, special: bool = False) -> bytes:
@@ -200,6 +205,21 @@ class _SpecialIds(NamedTuple):
     eos: int | None
     stop: frozenset[int]
     adds_bos: bool
+
+
+def _split_of(file: GgufFile) -> _Split:
+    pre = file.get_str("tokenizer.ggml.pre", "default")
+    if pre not in _SPLITS:
+        raise ModelError(
+            f"{file.path} has the pre-tokenizer {pre!r}, and only {', '.join(_SPLITS)} are "
+            "supported; name another model"
+        )
+    return _SPLITS[pre]
+
+
+def _encode_by(engine: tokenizers.Tokenizer, piece: str) -> list[int]:
+    ids: list[int] = engine.encode(piece, add_special_tokens=False).ids
+    return ids
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:

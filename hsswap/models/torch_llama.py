@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hsswap import Tensor
 from hsswap.dims import BF16_BYTES
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, ModelError
 from hsswap.models.config import LlamaConfig, read_config
 from hsswap.models.gguf_file import GgufFile
 from hsswap.models.llama import TokenIds, check_tokens, rope_frequencies
@@ -140,8 +140,15 @@ class TorchLlama:
     def from_gguf(
         cls, file: GgufFile, device: str = "cuda:0", dtype: torch.dtype = torch.float32
     ) -> Self:
-        """Read configuration and weights of ``file``. Raises ``ModelError`` as those do."""
+        """Read configuration and weights of ``file``. Raises ``ModelError`` as those do, and for
+        a Gemma 3, which only the NumPy model runs.
+        """
         config = read_config(file)
+        if config.is_gemma3:
+            raise ModelError(
+                f"{file.path} is a Gemma 3, which runs on the host device only; "
+                "leave --device out, or name a Llama"
+            )
         return cls(config, weights_from_gguf(file, config, device, dtype))
 
     def forward(
