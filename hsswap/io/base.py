@@ -146,8 +146,9 @@ class SpanReads:
     it must be quick, as there; on a thread if :attr:`BlockIO.spans_on_threads`. An HsswapError
     raised there is the error of these spans. ``on_done(reads, numbers, error)`` tells of every
     number exactly once, of several together where they succeeded. A span that came short, or that
-    the kernel turned away, is an error: it may be tried again, as a transfer. ``started``: how many
-    the backend has started, in their order. Everything else as in a transfer.
+    the kernel turned away for now, is an error (``problems.CameShort``): as a transfer it would go
+    on. ``started``: how many the backend has started, in their order. Everything else as in a
+    transfer.
     """
 
     files: list[IOFile]

@@ -27,7 +27,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.errors import ClosedError, CorruptBlock, HsswapError
+from hsswap.errors import BlockIOError, ClosedError, CorruptBlock, HsswapError
 from hsswap.io.base import BlockIO, Operation, Priority
 from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
@@ -36,6 +36,7 @@ from hsswap.io.deadlines import DeadlineTimer, has_passed, too_late
 from hsswap.io.ids import BlockIds
 from hsswap.io.journal import JOURNAL_TRANSFERS, Journal
 from hsswap.io.layout import SegmentLayout
+from hsswap.io.problems import CameShort
 from hsswap.io.refusals import why_refused
 from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, Report, error_of_block
 from hsswap.io.segments import Segments
@@ -164,12 +165,14 @@ class RunMover:
         self._done.append((run, error))
 
     def _span_failed(self, run: BlockRun, error: HsswapError | None) -> None:
-        """A block that went the short way: it goes again, as a run, or it is not what it was."""
-        if error is None or self._closing:
-            self._done.append((run, error))
-        else:
-            self.counters.calls[run.operation] += 1
-            self._ready.append(run)
+        """A block that went the short way: it came in part, or not, or it is not what it was."""
+        if isinstance(error, CameShort):
+            if not self._closing:
+                self.counters.calls[run.operation] += 1
+                self._ready.append(run)
+                return
+            error = BlockIOError(str(error), errno=error.errno)
+        self._done.append((run, error))
 
     def _settle(self) -> None:
         """End the runs that came back. The backend calls it after it delivered some."""

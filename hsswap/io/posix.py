@@ -21,12 +21,13 @@ from hsswap.io import linux
 from hsswap.io.aio import AioReads
 from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
-from hsswap.io.problems import ended_early, from_os_error, io_error
+from hsswap.io.problems import CameShort, ended_early, from_os_error, io_error
 from hsswap.io.threads import SPANS_TOGETHER, ThreadedIO
 
 PROBE_NAME = "hsswap.probe"
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_THREADS = 64
+AGAIN = (errno.EAGAIN, errno.EINTR)
 SPAN_LIMIT = 256 * 1024
 """Longer ones gain nothing by sharing a thread's way through queue and loop."""
 
@@ -221,7 +222,7 @@ class PosixIO(ThreadedIO):
         return SPANS_TOGETHER if self._side_by_side else super()._spans_together(reads)
 
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
-        aio = self._aio()
+        aio = self._aio() if len(numbers) > 1 else None
         if aio is None:
             return self._read_one_by_one(reads, numbers)
         files = [reads.files[number] for number in numbers]
@@ -284,9 +285,11 @@ class PosixIO(ThreadedIO):
 
 def span_error(reads: SpanReads, number: int, moved: int) -> BlockIOError:
     """The error of a span of which so many bytes came, or which failed with ``-errno``."""
-    if moved < 0:
-        return io_error(-moved, describe_span(reads, number))
-    return ended_early(describe_span(reads, number), moved, reads.span_bytes)
+    what = describe_span(reads, number)
+    if moved < 0 and -moved not in AGAIN:
+        return io_error(-moved, what)
+    error = io_error(-moved, what) if moved < 0 else ended_early(what, moved, reads.span_bytes)
+    return CameShort(str(error), errno=error.errno)
 
 
 def describe_span(reads: SpanReads, number: int) -> str:

@@ -41,6 +41,10 @@ def from_os_error(error: OSError, what: str) -> BlockIOError:
     return io_error(error.errno or errno.EIO, what)
 
 
+class CameShort(BlockIOError):
+    """A span came short or was turned away; a transfer would go on. Only inside this room."""
+
+
 def unexpected(where: str, problem: Exception) -> BlockIOError:
     """The error for a fault of ours, which whoever waits must hear of."""
     error = BlockIOError(f"{where}: unexpected {problem!r}; please report it")

@@ -2,7 +2,7 @@
 
 A :class:`~hsswap.io.runs.BlockRun` costs 10 us of processor on its way, whatever its length; here
 that is spent once a call and once a turn of the loop. What is not plain goes the other way: blocks
-with neighbours, that wait for a write, whose file is not there, or whose read failed.
+with neighbours, that wait for a write, whose file is not there, or that came in part.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ from hsswap.io.runs import (
 )
 from hsswap.io.segments import Segment, Segments
 from hsswap.io.views import array_type
-
-SPANS_MIN = 2
-"""Blocks in a call for which it is shorter."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -159,7 +156,7 @@ class SpanReader:
         """
         layer, block_bytes = call.layer, layout.block_bytes[call.layer]
         wanted = call.indices if positions is None else call.indices[positions]
-        if not SPANS_MIN <= len(wanted) <= room or block_bytes > self._io.span_limit:
+        if not 1 <= len(wanted) <= room or block_bytes > self._io.span_limit:
             return positions
         if call.checksums is not None and not self._io.spans_on_threads:
             return positions  # it may wait for the device
@@ -169,7 +166,7 @@ class SpanReader:
         indices = call.indices[alone]
         listed: list[int] = indices.tolist()
         segments = self._segments.with_files(listed)
-        if len(alone) < SPANS_MIN or segments is None:
+        if not listed or segments is None:
             return positions
         if not self._order.admit_reads(layer, indices):
             return positions

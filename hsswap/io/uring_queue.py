@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,12 +9,11 @@ from hsswap.io import uring_abi as abi
 from hsswap.io.base import Operation, SpanReads, Transfer
 from hsswap.io.counted import Ended, EndedSpans
 from hsswap.io.linux import IOV_MAX, Moved
-from hsswap.io.posix import PosixFile, span_error, transfer_error
+from hsswap.io.posix import AGAIN, PosixFile, span_error, transfer_error
 from hsswap.io.uring_ring import Entry, Ring
 
 ATTEMPTS = 1000
 """A transfer that the kernel turns away or interrupts is tried again so many times."""
-AGAIN = (errno.EAGAIN, errno.EINTR)
 ASYNC = abi.SQE_ASYNC << 8
 """In the first word of an entry."""
 

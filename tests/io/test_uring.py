@@ -21,11 +21,13 @@ from hsswap.io import uring_abi as abi
 from hsswap.io.base import IOFile, Operation, Priority, Transfer
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
+from hsswap.io.problems import CameShort
 from hsswap.io.uring import UringIO
 from hsswap.io.uring_limits import TURN_BYTES
 from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
 from hsswap.io.uring_ring import Entry, Ring, RingCalls, RingRefused
 from tests.io.support import PAGE, Pages, pattern
+from tests.io.test_spans import Ends, spans
 from tests.io.transfers import Collector, ignore, run, transfer
 
 SHM = Path("/dev/shm")
@@ -155,6 +157,25 @@ def test_an_error_number_becomes_ours(number: int) -> None:
     assert error.errno == number
     assert f"reading {PAGE} bytes at 0 of file" in str(error)
     assert len(ring.seen) == (1 if number == errno.EIO else ATTEMPTS + 1)
+
+
+def test_spans_end_each_by_itself() -> None:
+    content, pages = pattern(4, PAGE, 1), Pages(4)
+    ring = FakeRing(content.tobytes(), [-errno.EAGAIN, PAGE, -errno.EIO, 100])
+    queue = DriveQueue(cast(Ring, ring), PAGE)
+    file = PosixFile(Path("file"), content.size, 0)
+    reads = spans([file] * 4, [n * PAGE for n in (0, 3, 1, 2)], pages, Ends(4))
+    queue.add_spans(reads, 0, 4, direct=True)
+    assert queue.submit() == 0
+    ended, parts = queue.reap()
+    assert ended == []
+    errors = {number: error for _, numbers, error in parts for number in numbers}
+    assert errors[1] is None
+    assert np.array_equal(pages.spans[1], content[3])
+    assert [isinstance(errors[n], CameShort) for n in (0, 2, 3)] == [True, False, True]
+    assert isinstance(errors[2], BlockIOError)
+    assert errors[2].errno == errno.EIO
+    assert queue.in_kernel == 0
 
 
 @pytest.mark.parametrize(
