@@ -74,7 +74,9 @@ class Query:
 async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
     """Attend every block; each tile is launched as soon as its blocks are in memory."""
     launched: deque[Event] = deque()
-    work = _exact_pass(swap, query)
+    with swap.lock:
+        swap.check_open()
+        work = _exact_pass(swap, query)
     with _state(swap, query, work) as state:
         while True:
             with swap.lock:
@@ -126,7 +128,7 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
     """
     cache, device, stream = query.cache, swap.device, query.stream
     full = query.indices[: cache.length // cache.pool.block_size]
-    await code_blocks(swap, stream, cache, full)
+    await code_blocks(swap, stream, cache, full, layer=layer)
     assert swap.predictor is not None
     try:
         with swap.lock:
@@ -231,5 +233,6 @@ def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[Attention
 def _finish(swap: SwapState, query: Query, work: ExactPass) -> AttendResult:
     swap.counters.attends += 1
     swap.counters.device_hits += work.device_hits
+    swap.counters.host_hits += work.held_hits
     nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)
-    return AttendResult(query.out_object, query.stream.record(), nothing)
+    return AttendResult(query.out_object, work.behind or query.stream.record(), nothing)

@@ -11,6 +11,7 @@ from hsswap.tiers import I32, I64
 
 if TYPE_CHECKING:
     from hsswap.swap_state import SwapState
+    from hsswap.topk import TopKLayer
 
 
 def enqueue_codes(swap: SwapState, stream: Stream, blocks: Blocks, host_slots: I32) -> None:
@@ -27,18 +28,25 @@ def enqueue_codes(swap: SwapState, stream: Stream, blocks: Blocks, host_slots: I
 
 
 async def code_blocks(
-    swap: SwapState, stream: Stream, cache: LayerCache, indices: I64, *, scan: bool = False
+    swap: SwapState,
+    stream: Stream,
+    cache: LayerCache,
+    indices: I64,
+    *,
+    layer: TopKLayer | None = None,
+    scan: bool = False,
 ) -> None:
     """Have codes of full blocks of block indices ``[n]``, if there is a basis or can be one.
 
-    The caller keeps the order of the sequence's work on ``stream``. Raises BlockIOError for a block
-    that cannot be read.
+    ``layer``: who knows of how many of the first that they have one. The caller keeps the order of
+    the sequence's work on ``stream``. Raises BlockIOError for a block that cannot be read.
     """
     assert swap.predictor is not None  # a sequence with top-k has one
     if swap.calibration is not None:
         await swap.calibration.basis()
     with swap.lock:
-        places = swap.predictor.missing(cache.layer, indices)
+        start = 0 if layer is None else min(layer.coded(swap.predictor), len(indices))
+        places = start + swap.predictor.missing(cache.layer, indices[start:])
     step = swap.config.tile_blocks
     for start in range(0, len(places), step):
         part = indices[places[start : start + step]]

@@ -34,7 +34,8 @@ class LayerCache:
 
     ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does; who changes
     entries says so (:meth:`changed`). ``active`` is the slot of the block being filled.
-    ``residents``: the same as attention reads it, None for a list of blocks that is used once.
+    ``residents``: where they are as attention reads it, None for a list of blocks that is used
+    once.
     """
 
     pool: GroupPool
@@ -49,12 +50,18 @@ class LayerCache:
         if self.residents is not None:
             self.residents.changed(block)
 
-    def is_resident(self) -> bool:
-        """Whether every block is known to be in a device slot, found without looking at all."""
-        if self.residents is None:
-            return False
-        self.residents.settle(self.device_slot, -(-self.length // self.pool.block_size))
-        return not self.residents.missing
+    def cut(self, block: int) -> None:
+        """Entries from this block on are no more."""
+        if self.residents is not None:
+            self.residents.changed(block)
+            self.residents.cut(block)
+
+    def settled(self, indices: I64) -> ResidentTable | None:
+        """The table, which says what is where without that anybody looks at all blocks."""
+        if self.residents is not None:
+            stop = -(-self.length // self.pool.block_size)
+            self.residents.settle(self.device_slot, indices, stop)
+        return self.residents
 
     @property
     def group_layer(self) -> int:
@@ -95,7 +102,8 @@ def tile_tokens_for(span_tokens: int, tile_tokens: int) -> int:
 def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> Blocks:
     """What exact attention of this layer must bring into the host tier, from block ``start`` on."""
     size = cache.pool.block_size
-    if cache.is_resident():
+    table = cache.settled(indices)
+    if table is not None and table.is_whole:
         return Blocks(cache.pool, cache.layer, NOTHING)
     first = max(start, cache.first_visible(rows) // SPAN_TOKENS * (SPAN_TOKENS // size))
     return cache.missing(Tile(first, cache.length // size), indices)[1]
@@ -134,10 +142,14 @@ class ExactPass:
         span = device.span_tokens(cache.length)
         self.tile_tokens = tile_tokens_for(span, tile_tokens)
         self._span_blocks = span // cache.pool.block_size
+        self._table: ResidentTable | None = None
         self._is_resident = False
         self._tiles = self._make_tiles(cache.first_visible(queries.shape[1]))
         self.next_tile = 0
         self.device_hits = 0
+        self.held_hits = 0
+        self.behind: Event | None = None
+        """An event behind the last launch, where it needed one."""
         self.unread: I32 | None = None
         """Leased slots of a tile whose launch failed before its readers had an event."""
 
@@ -159,7 +171,10 @@ class ExactPass:
         cache, size = self._cache, self._cache.pool.block_size
         room = self.tile_tokens // size
         start, stop = first_token // self.tile_tokens * room, -(-cache.length // size)
-        if cache.is_resident():
+        table = cache.settled(self._indices)
+        if table is not None and self._in_place and self._is_whole(table):
+            self._table = table
+        if self._table is not None or (table is not None and not table.missing):
             self._is_resident = True
             return [Tile(start, stop)]
         is_missing = cache.device_slot[start:stop] < 0
@@ -180,6 +195,14 @@ class ExactPass:
                 merged.append(tile)
                 missing = more
         return merged
+
+    def _is_whole(self, table: ResidentTable) -> bool:
+        """Whether one launch over the table attends everything: what is in no device slot is held
+        in host slots. A window needs few of its blocks, and holds none.
+        """
+        if table.is_whole:
+            return table.has_room()
+        return self._cache.pool.group.window is None and table.hold(self._indices)
 
     def needs(self) -> Blocks:
         """The blocks of the next tile that are not in device slots."""
@@ -236,10 +259,14 @@ class ExactPass:
         tile = self._tiles[self.next_tile]
         pool = self._cache.pool
         if self._is_resident:
-            self.device_hits += tile.stop - tile.start
+            self.held_hits = 0 if self._table is None else self._table.missing
+            self.device_hits += tile.stop - tile.start - self.held_hits
             self._attend(tile, self._resident_units(tile), state)
             self.next_tile += 1
-            return None
+            self.behind = self._stream.record()
+            if self._table is not None:
+                self._table.reader = self.behind
+            return self.behind
         slots = self._cache.device_slot[tile.start : tile.stop]
         units = pool.slots.units(slots)
         missing = np.flatnonzero(slots < 0)
@@ -259,6 +286,7 @@ class ExactPass:
             self._attend(tile, units[None], state)
             region.last_read = event = self._stream.record()
         self.next_tile += 1
+        self.behind = event
         return event
 
     def give_back(self) -> None:
@@ -277,15 +305,12 @@ class ExactPass:
         self._read_slots.append(slots)
 
     def _resident_units(self, tile: Tile) -> I32 | Tensor:
-        """Entries of a tile whose blocks are all in device slots."""
-        residents = self._cache.residents
-        table = None
-        if residents is not None and not residents.missing and self._in_place:
-            table = residents.units(tile.start, tile.stop)  # for many rows arrays are as good
-        if table is None:
+        """Entries of a tile of which every block is in a device slot, or held."""
+        units = None if self._table is None else self._table.units(tile.start, tile.stop)
+        if units is None:  # for many rows arrays are as good
             slots = self._cache.device_slot[tile.start : tile.stop]
             return self._cache.pool.slots.units(slots)[None]
-        return table
+        return units
 
     def _gather(self, loaded: Loaded) -> tuple[I32, RingRegion]:
         """Bring a tile's missing units into the ring; the stream waits for them.

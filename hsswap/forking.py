@@ -63,7 +63,7 @@ class Cut:
         end = cache.length // cache.pool.block_size + 1
         slots = cache.device_slot[self.block : end].copy()
         cache.device_slot[self.block : end] = -1
-        cache.changed(self.block)
+        cache.cut(self.block)
         cache.length = self.length
         unused: I32 = slots[(slots >= 0) & (slots != cache.active)]
         if self.length % cache.pool.block_size:

@@ -16,7 +16,7 @@ from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
 from hsswap.halves import DTYPES
-from hsswap.resident_table import TableMemory
+from hsswap.resident_table import Holders, TableMemory
 from hsswap.tiers import I32, DeviceSlots, HostTier
 
 RING_REGIONS = 2
@@ -74,7 +74,8 @@ class GroupPool:
         self._resident_in_layer = [0] * group.layers
         self.ring = [RingRegion(self.slots.ring[r * tile : (r + 1) * tile]) for r in range(regions)]
         self._next_region = 0
-        self.tables = TableMemory(device, device_count, group.kv_heads)
+        self.tables = TableMemory(device, device_count + host_count, group.kv_heads)
+        self.holders = Holders()
         self.reserved_slots = 0
         """Dirty host slots held for blocks that are being filled or will be."""
         shape = (device_count * group.kv_heads, unit_bytes)

@@ -79,11 +79,9 @@ class Loaded:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A caller in the queue for slots; ``admit`` tries once, under the lock. ``indices``: of the
-    blocks that they are for.
-    """
+    """A caller in the queue for slots for ``blocks``; ``admit`` tries once, under the lock."""
 
-    indices: I64
+    blocks: Blocks
     admit: Callable[[], bool]
     turn: asyncio.Future[None]
 
@@ -160,9 +158,7 @@ class Prefetcher:
             return True
 
         start = time.perf_counter()
-        await self._take_turn(
-            blocks.indices, admit, undo=lambda: self._release(blocks.pool, *admitted[0])
-        )
+        await self._take_turn(blocks, admit, undo=lambda: self._release(blocks.pool, *admitted[0]))
         slots, loads = admitted[0]
         missed = sum(map(len, loads.values()))
         try:
@@ -192,9 +188,7 @@ class Prefetcher:
                 taken.append(slots)
             return slots is not None
 
-        await self._take_turn(
-            blocks.indices, admit, undo=lambda: self.abandon(blocks.pool, taken[0])
-        )
+        await self._take_turn(blocks, admit, undo=lambda: self.abandon(blocks.pool, taken[0]))
         return taken[0]
 
     def begin(self, blocks: Blocks, spare: I32) -> None:
@@ -208,6 +202,7 @@ class Prefetcher:
             part = Blocks(blocks.pool, blocks.layer, absent[start : start + step])
             slots = tier.take(part.group_layer, part.indices, READING, needed=True, spare=spare)
             if slots is None:
+                blocks.pool.holders.ask_back()
                 break
             self._submit(part, slots, Priority.PREFETCH)
 
@@ -236,7 +231,7 @@ class Prefetcher:
         for slots for them is refused. Under the lock.
         """
         for waiter in self._waiters:  # a look-ahead: its sequence does not wait for it
-            if not waiter.turn.done() and np.isin(waiter.indices, indices).any():
+            if not waiter.turn.done() and np.isin(waiter.blocks.indices, indices).any():
                 waiter.turn.set_exception(StaleBlockId("a block was freed before it was read"))
         for plan in self._plans.values():
             for at, blocks in enumerate(plan):
@@ -256,6 +251,7 @@ class Prefetcher:
                     elif not self._in_flight and (reason := self._starved()) is not None:
                         waiter.turn.set_exception(reason)  # and the next may fit, or is told too
                     else:
+                        waiter.blocks.pool.holders.ask_back()
                         break
                 self._waiters.popleft()
             if not self._waiters:
@@ -300,7 +296,7 @@ class Prefetcher:
                 future.set_result(None)
 
     async def _take_turn(
-        self, indices: I64, admit: Callable[[], bool], undo: Callable[[], None]
+        self, blocks: Blocks, admit: Callable[[], bool], undo: Callable[[], None]
     ) -> None:
         """Wait in line until ``admit`` succeeds; ``undo`` it if the caller was cancelled then."""
         if self._closed:
@@ -308,7 +304,7 @@ class Prefetcher:
         with self._lock:
             if not self._waiters and admit():
                 return
-            waiter = _Waiter(indices, admit, asyncio.get_running_loop().create_future())
+            waiter = _Waiter(blocks, admit, asyncio.get_running_loop().create_future())
             self._waiters.append(waiter)
         self.pump()
         try:

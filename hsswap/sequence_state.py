@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -49,12 +50,17 @@ class SequenceState:
         self.top_k = top_k
         self.ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._indices: NDArray[np.int64] = np.empty(0, np.int64)
+        self._room: NDArray[np.int64] = np.empty((2, 0), np.int64)  # of both, and of more
         self._layers = [
             LayerCache(swap.pool_of(layer), layer, active)
             for layer, active in enumerate(swap.take_active_slots())
         ]
         for cache in self._layers:
-            cache.residents = ResidentTable(cache.pool.tables)
+            pool = cache.pool
+            cache.residents = ResidentTable(
+                pool.tables, pool.holders, pool.tier, cache.group_layer,
+                partial(swap.release_behind, pool),
+            )  # fmt: skip
         self._top_k_layers: list[TopKLayer] = []
         self._last: tuple[Stream, Event] | None = None
         self._busy = ""
@@ -112,6 +118,12 @@ class SequenceState:
             behind, self._behind = self._behind, []
             for give_back in behind:
                 give_back()
+
+    def let_go(self) -> None:
+        """Hold no host slot any more. For the swap, under its lock."""
+        for cache in self._layers:
+            assert cache.residents is not None
+            cache.residents.let_go()
 
     def free_slots(self) -> None:
         """Give every device slot back. For the swap, under its lock, once nothing uses them."""
@@ -178,11 +190,22 @@ class SequenceState:
         if needed > len(self.ids):
             with self._swap.lock:
                 more = self._swap.allocate_ids(needed - len(self.ids), self.ids)
-            self._set_ids(np.append(self.ids, more))
+            self._append_ids(more)
+
+    def _append_ids(self, more: I64) -> None:
+        """Ids behind the others. Arrays handed out before stay as they are."""
+        count, total = len(self.ids), len(self.ids) + len(more)
+        if total > self._room.shape[1]:
+            self._room = np.empty((2, max(64, 2 * total)), np.int64)
+            self._room[:, :count] = self.ids, self._indices
+        self._room[0, count:total] = more
+        self._room[1, count:total] = more & np.int64(INDEX_MASK)
+        self.ids, self._indices = self._room[0, :total], self._room[1, :total]
 
     def _set_ids(self, ids: I64) -> None:
         self.ids = ids
         self._indices = ids & np.int64(INDEX_MASK)
+        self._room = np.empty((2, 0), np.int64)  # what was in the old one may still be read
 
     @contextmanager
     def _ordered(self, stream: Stream) -> Iterator[Ordered]:

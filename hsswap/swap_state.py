@@ -206,6 +206,13 @@ class SwapState:
 
         event.call_when_done(lambda: self.mailbox.post(call))
 
+    def release_behind(self, pool: GroupPool, event: Event | None, slots: I32) -> None:
+        """Give leases that were held back once ``event`` is done, or now without one."""
+        if event is None:
+            self.release_now(pool, slots)
+        else:
+            self.release_after(event, pool, slots)
+
     def release_now(self, pool: GroupPool, slots: I32) -> None:
         """Give leases back of slots that no launch was told of. From any thread."""
         with self.lock:
@@ -216,6 +223,8 @@ class SwapState:
         """Take a closed sequence's slots and ids back, after all work and I/O on them."""
         self.prefetcher.plan(sequence.number, [])
         await sequence.quiet()
+        with self.lock:
+            sequence.let_go()
         await self.retiring.settle()  # what the sequence let go before is back too, then
 
         def free() -> None:
@@ -236,6 +245,8 @@ class SwapState:
         self.retiring = Retiring(self, self._store, self._pools)
 
     def _starved(self) -> HsswapError | None:
+        for pool in self._pools:  # what is held in any of them would look as if it came back
+            pool.holders.ask_back()
         return self.writes.starved(self._pools)
 
     def _make_predictor(self, config: PredictorConfig | None) -> Predictor | None:

@@ -8,7 +8,8 @@ swap do it. All of it is guarded by the swap's one lock. Host slots go through t
                      ^----------- (failed) ----------'
 
 A *lease* keeps a slot from being given up while work in flight uses it. A *pinned* lease is held
-for longer: nobody waits for it to come back. A slot read *ahead* waits
+for longer: nobody waits for it to come back. One that a sequence *holds* over its steps comes back
+when somebody asks. A slot read *ahead* waits
 for its first use; a *cached* one stays after use. Exact mode is a cyclic scan, for which keeping a
 fixed part is optimal and recency is the worst choice, so a scan never pushes out what is cached.
 """
@@ -100,6 +101,17 @@ class HostTier:
         """
         self.leases[slots] -= 1
         self._settle(slots, scan=scan)
+
+    def hold(self, group_layer: int, slots: I32) -> bool:
+        """Lease distinct slots of a layer until somebody needs the room, and keep them cached; not
+        beyond the layer's quota.
+        """
+        new = slots[~self._cached[slots]]
+        if self._cached_in_layer[group_layer] + len(new) > self._quota:
+            return False
+        self._keep(new)
+        self.lease(slots)
+        return True
 
     def pin(self, slots: I32) -> None:
         """Say of leases on distinct slots that they are held until :meth:`unpin`."""

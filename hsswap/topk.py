@@ -136,7 +136,7 @@ class TopKLayer:
             "block_mass1": ("f32", (1, heads, self._most + 1)),
         }
         self._device_memory, self._on_device = carve(device.allocate, shapes)
-        shapes = {"slots": ("i32", (heads, count))}
+        shapes = {"slots": ("i32", (heads, count)), "index": ("i32", (max(1, max_blocks),))}
         for turn in "01":
             shapes["chosen" + turn] = ("i32", (heads, self._most))
             shapes["chosen_slots" + turn] = ("i32", (heads, self._most))
@@ -157,6 +157,10 @@ class TopKLayer:
                 raise
         self._on_host["slots"].array()[...] = pool.slots.units(slots)
         self.step = 0
+        self._coded = (
+            0  # of the first blocks it is known that they have codes, and the index has them
+        )
+        self._version = 0
         self._turn = 0
         self._last: tuple[Tensor, Tensor] | None = None
         self._last_lse: Attended | None = None
@@ -169,12 +173,30 @@ class TopKLayer:
         return self.cache.length // self.cache.pool.block_size > self._most
 
     def reset(self) -> None:
-        """Take the cache as empty: what select announced did not all arrive."""
+        """Take the cache as empty: what select announced did not all arrive, or blocks are gone."""
         self.step = 0
+        self._coded = 0
         if self.late is not None:
             self.late.forget()
         self._last = None
         self._last_lse = None
+
+    def coded(self, predictor: Predictor) -> int:
+        """How many of the first blocks have codes for certain, as long as their ids are held."""
+        if predictor.version != self._version:
+            self._version, self._coded = predictor.version, 0
+        return self._coded
+
+    def _code_index(self, predictor: Predictor, indices: I64) -> Tensor:
+        """Where the codes of the full blocks are. Looks at those only of which it was not known;
+        no launch reads the list now, since each step's choice is waited for.
+        """
+        start = self.coded(predictor)
+        found = predictor.code_index(self.cache.layer, indices[start:])
+        self._on_host["index"].array()[start : len(indices)] = found
+        unknown = np.flatnonzero(found < 0)
+        self._coded = start + (int(unknown[0]) if len(unknown) else len(found))
+        return first_of(self._on_host["index"], (len(indices),))
 
     def settle(self) -> None:
         """Before steps that the host does not see: no unit of the cache may be owed."""
@@ -254,7 +276,7 @@ class TopKLayer:
         fresh = self._make_memory(device, blocks) if predictor.remembers else True
         request = ScoreRequest(
             queries=queries,
-            code_index=predictor.code_index(cache.layer, indices),
+            code_index=self._code_index(predictor, indices),
             scores=scores,
             resident=self.resident(blocks),
             memory=self._memory,

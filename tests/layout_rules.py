@@ -71,7 +71,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ptx": (*PLAIN, "ptx"),
     "driver": (*PLAIN, "ptx", "driver"),  # ptx is the table of kernels that driver compiles
     "predictor": (*PLAIN, *CONTRACTS, "predictor"),
-    "resident_table": (*PLAIN, *CONTRACTS),
+    "resident_table": (*PLAIN, *CONTRACTS, "tiers"),
     "tiers": (*PLAIN, *CONTRACTS, "tiers"),
     "loop": ("loop",),
     "pools": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),

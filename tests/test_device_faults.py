@@ -20,7 +20,7 @@ from hsswap.driver.host import HostDevice
 from tests.branches import alone
 from tests.device_seam import Refusal, refusing
 from tests.swap_cases import U16, Case, config_for, random_case
-from tests.swap_watch import Linked, watched, within
+from tests.swap_watch import Linked, turns, watched, within
 
 DIMS = ModelDims.uniform(layers=2, q_heads=2, kv_heads=1, head_dim=8)
 CASE = random_case(DIMS, 420, seed=61)
@@ -183,8 +183,12 @@ async def fill(sequence: Sequence, case: Case, stop: int) -> None:
         await sequence.append(layer, case.keys[layer][:stop], case.values[layer][:stop])
 
 
-def evict(swap: HighSpeedSwap) -> None:
-    """Have the host tier hold nothing that is clean and unused."""
+async def evict(swap: HighSpeedSwap) -> None:
+    """Have the host tier hold nothing that is clean and unused, nor what a sequence holds."""
+    with swap.lock:
+        for pool in swap.pool:
+            pool.holders.ask_back()
+    await turns(3)
     with swap.lock:
         for pool in swap.pool:
             tier = pool.tier
@@ -244,7 +248,7 @@ async def once(way: Way, refusal: Refusal) -> None:
             await swap.writes.settle()
             await bench.ask(1, True)
             await asyncio.sleep(0)
-            evict(swap)
+            await evict(swap)
         with refusing(refusal):
             try:
                 ended = way.call(bench)

@@ -20,6 +20,7 @@ from hsswap.io.store import BlockStore
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
 from hsswap.prefetch import Blocks, Prefetcher
+from hsswap.resident_table import Holders
 from hsswap.tiers import I32, HostTier, SlotState
 
 DIMS = ModelDims.uniform(layers=2, q_heads=2, kv_heads=2, head_dim=16)
@@ -44,6 +45,7 @@ class Pool:
 
     def __init__(self, slots: int) -> None:
         self.tier = HostTier(2, IDS, slots, window=slots)
+        self.holders = Holders()
         self.host_memory = Memory(slots * BLOCK)
 
     def addresses(self, slots: I32) -> np.ndarray:

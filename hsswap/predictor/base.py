@@ -50,6 +50,8 @@ class Predictor(ABC):
 
     remembers: bool
     """Whether scores use :class:`ScoreMemory`; else it may be of any size."""
+    version = 0
+    """How many bases there have been: with a new one no block has a code."""
 
     def __init__(self, layers: int, ids: int) -> None:
         self._coded = np.zeros((layers, ids), np.bool_)

@@ -41,8 +41,6 @@ class CodesPredictor(Predictor):
         self._memory: list[Buffer] = []
         self._layers = [_Layer(g, (), None, None) for g in dims.groups for _ in range(g.layers)]
         self.codecs: tuple[HeadCodec, ...] = ()
-        self.version = 0
-        """How many bases there have been."""
 
     @property
     def ready(self) -> bool:

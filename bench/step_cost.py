@@ -1,0 +1,138 @@
+"""What a decode step of a layer costs the caller's thread, by how many blocks the sequence has.
+
+Thread time and Python calls of one append and one attend of a row, where all blocks are in device
+slots, where all are in the host tier, and in top-k mode. The device's own work is in other threads.
+
+    python bench/step_cost.py --blocks 1000,10000,100000 --out bench/results/step_cost.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, Sequence, SwapConfig, TopK
+from hsswap.bench.common import Machine
+from hsswap.bench.decode import Nowhere
+from hsswap.bench.lab import muted
+
+DIMS = ModelDims.uniform(layers=2, q_heads=2, kv_heads=2, head_dim=8, block_size=1)
+K = 64
+ROWS = 8192
+KINDS = ("device", "host", "top-k")
+
+
+def config_of(kind: str, blocks: int) -> SwapConfig:
+    """Slots for everything, in one tier or the other."""
+    few = 4096
+    every = DIMS.layers * (blocks + few)
+    return SwapConfig(
+        DIMS,
+        capacity_tokens=blocks + few,
+        device_slots=few + (2 * every if kind == "device" else DIMS.layers * 4 * K),
+        host_slots=every + 16 * few,
+        io="memory",
+        tile_tokens=1024,
+        predictor=PredictorConfig("projection", rank=1),
+    )
+
+
+async def filled(swap: HighSpeedSwap, kind: str, blocks: int) -> Sequence:
+    """A sequence of so many blocks, all of them written to the store."""
+    sequence = swap.sequence(top_k=TopK(K) if kind == "top-k" else None)
+    zeros = np.zeros((ROWS, 2, 8), np.uint16)
+    for layer in range(DIMS.layers):
+        for start in range(0, blocks, ROWS):
+            rows = zeros[: min(ROWS, blocks - start)]
+            await sequence.append(layer, rows, rows)
+            await swap.flush()
+    return sequence
+
+
+async def step(sequence: Sequence, row: Any, out: Any) -> None:
+    """One decode step: both layers."""
+    for layer in range(DIMS.layers):
+        if not sequence.try_append(layer, row, row):
+            await sequence.append(layer, row, row)
+        result = sequence.try_attend(layer, row, out)
+        if result is None:
+            result = await sequence.attend(layer, row, out)
+        await result.done()
+
+
+class Calls:
+    """Counts calls of Python and of C functions in this thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event in ("call", "c_call")
+
+
+async def measure(kind: str, blocks: int, steps: int) -> dict[str, Any]:
+    """Medians of a layer's step."""
+    async with HighSpeedSwap.open(config_of(kind, blocks), io=Nowhere()) as swap:
+        stack = ExitStack()
+        sequence = await filled(swap, kind, blocks)
+        row, out = np.zeros((1, 2, 8), np.uint16), np.zeros((1, 2, 8), np.uint16)
+        if kind != "top-k":  # attention of so many blocks would empty the processor's caches
+            stack.enter_context(muted(swap, "attend"))
+        for _ in range(40):
+            await step(sequence, row, out)
+        times, counts = [], []
+        for turn in range(steps):
+            if turn % 2:
+                start = time.thread_time()
+                await step(sequence, row, out)
+                times.append(time.thread_time() - start)
+                continue
+            calls = Calls()
+            sys.setprofile(calls)
+            await step(sequence, row, out)
+            sys.setprofile(None)
+            counts.append(calls.count)
+        stack.close()
+        misses = swap.statistics().misses
+    return {
+        "kind": kind,
+        "blocks": blocks,
+        "us_a_layer": 1e6 * statistics.median(times) / DIMS.layers,
+        "us_a_layer_mean": 1e6 * statistics.fmean(times) / DIMS.layers,
+        "calls_a_layer": statistics.median(counts) / DIMS.layers,
+        "misses": misses,
+    }
+
+
+def main(tell: Callable[..., None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", default="1000,10000,100000", metavar="N,N")
+    parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--out", type=Path, metavar="F")
+    args = parser.parse_args()
+    rows = []
+    for kind in args.kinds.split(","):
+        for blocks in map(int, args.blocks.split(",")):
+            rows.append(asyncio.run(measure(kind, blocks, args.steps)))
+            tell(
+                "{kind}, {blocks} blocks: {us_a_layer:.0f} us (mean {us_a_layer_mean:.0f}), "
+                "{calls_a_layer:.0f} calls a layer, {misses} misses".format(**rows[-1])
+            )
+    if args.out:
+        result = {"machine": Machine.here().as_dict(), "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
