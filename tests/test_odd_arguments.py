@@ -135,7 +135,7 @@ def public_calls(owner: type) -> set[str]:
     }
 
 
-WITHOUT_ARGUMENTS = {"close", "quiet", "free_slots", "adopt"}
+WITHOUT_ARGUMENTS = {"close", "quiet", "let_go", "free_slots", "adopt"}
 
 
 def test_every_call_of_a_sequence_is_here() -> None:
@@ -230,7 +230,7 @@ NO_ARGUMENTS = {
 }  # fmt: skip
 INNER = {
     "allocate_ids", "call_behind", "check_ids", "commit_ids", "drop_ids", "free_at_close",
-    "pool_of", "release_after", "release_now", "release_sequence", "scratch", "share_ids",
+    "pool_of", "release_after", "release_behind", "release_now", "release_sequence", "scratch", "share_ids",
     "stream_of", "take_active_slots",
 }  # fmt: skip
 """What sequences call, with what was checked."""
