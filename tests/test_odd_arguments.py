@@ -230,8 +230,8 @@ NO_ARGUMENTS = {
 }  # fmt: skip
 INNER = {
     "allocate_ids", "call_behind", "check_ids", "commit_ids", "drop_ids", "free_at_close",
-    "pool_of", "release_after", "release_behind", "release_now", "release_sequence", "scratch", "share_ids",
-    "stream_of", "take_active_slots",
+    "pool_of", "release_after", "release_behind", "release_now", "release_sequence", "scratch",
+    "share_ids", "stream_of", "take_active_slots",
 }  # fmt: skip
 """What sequences call, with what was checked."""
 OPENING = {"open", "create", "new", "new_on_stream"}
