@@ -11,8 +11,6 @@ from hsswap.errors import HsswapError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.problems import unexpected
 
-WAKE_AT = 4
-
 
 def run_hook(hook: Callable[..., None], *arguments: object) -> HsswapError | None:
     """Run ``prepare`` of a write or ``verify`` of a read. Returns its error."""
@@ -29,8 +27,7 @@ class HookThreads:
     """Begins hooks in the order of their priority, and within one in the order given.
 
     ``done``: transfers with what :func:`run_hook` returned, for the loop to take out. ``wake()`` is
-    called on a thread when there are some that the loop has not been woken for: when ``WAKE_AT``
-    are done, or none wait to be begun, so that a turn of the loop is spent on several.
+    called on a thread after the first one that the loop has not been woken for.
     """
 
     def __init__(self, names: Sequence[str], wake: Callable[[], None]) -> None:
@@ -79,17 +76,12 @@ class HookThreads:
                         return
                     self._condition.wait()
                 transfer = heapq.heappop(self._queue)[2]
-            if self.done:  # this one may take long, and have been the last that waited
-                self._wake_if_due()
             reading = transfer.operation is Operation.READ
             hook = transfer.verify if reading else transfer.prepare
             assert hook is not None
             self.done.append((transfer, run_hook(hook, transfer)))
             del transfer  # an idle thread must not keep a buffer alive
-            self._wake_if_due()
-
-    def _wake_if_due(self) -> None:
-        if not self._wake_pending and (not self._queue or len(self.done) >= WAKE_AT):
-            # Two threads may both get here: one wake-up too many, which finds nothing to do.
-            self._wake_pending = True
-            self._wake()
+            if not self._wake_pending:
+                # Two threads may both get here: one wake-up too many, which finds nothing to do.
+                self._wake_pending = True
+                self._wake()
