@@ -142,7 +142,7 @@ def test_models_that_cannot_be(tiny: TinyRun, tmp_path: Path, capsys: Capture) -
     missing = tmp_path / "missing.gguf"
     for path, words in (
         (short, "truncated"),
-        (other, "'gpt9', and only 'llama' is supported"),
+        (other, "'gpt9', and only 'llama' and 'gemma3' are supported"),
         (odd, "is not a GGUF file"),
         (missing, "missing.gguf"),
     ):

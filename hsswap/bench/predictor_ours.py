@@ -55,8 +55,8 @@ class Codes(Plain):
         self._makes_up = stand_in
         self._ratio, self._other, self._queries = ratio, other, queries
         self._learned = ""
-        self.codecs: list[list[HeadCodec]] = []
-        self._stand_ins: list[list[StandIn]] = []
+        self.codecs: dict[int, list[HeadCodec]] = {}
+        self._stand_ins: dict[int, list[StandIn]] = {}
         self._shares = np.empty((0, 0, 0), np.float32)
         self._log_masses: list[F32] = []
 
@@ -67,8 +67,8 @@ class Codes(Plain):
         self._learned = trace.name
         samples = samples_of(self._other or trace, with_queries=self._queries)
         codecs = calibrate(samples, self._ratio, trace.sizes.length)
-        self.codecs = by_layer(codecs, trace.layers)
-        self._stand_ins = by_layer(stand_ins(samples), trace.layers)
+        self.codecs = by_layer(codecs, trace)
+        self._stand_ins = by_layer(stand_ins(samples), trace)
         self.metadata_bytes = float(np.mean([codec.block_bytes(BLOCK) for codec in codecs]))
 
     def scores(self, view: LayerView, k: int) -> F32:
@@ -144,7 +144,7 @@ def samples_of(trace: Trace, *, with_queries: bool = True) -> list[HeadSamples]:
     """What a swap sees of a trace's first 1,024 tokens, by layer and KV head."""
     return [
         sample
-        for layer in range(trace.layers)
+        for layer in trace.ranked
         for sample in _samples_of_layer(trace, layer, with_queries=with_queries)
     ]
 
@@ -176,10 +176,13 @@ def _samples_of_layer(trace: Trace, layer: int, *, with_queries: bool) -> list[H
 T = TypeVar("T")
 
 
-def by_layer(of_heads: list[T], layers: int) -> list[list[T]]:
-    """What there is one of for each KV head, as a list for each layer."""
-    heads = len(of_heads) // layers
-    return [of_heads[first : first + heads] for first in range(0, len(of_heads), heads)]
+def by_layer(of_heads: list[T], trace: Trace) -> dict[int, list[T]]:
+    """What there is one of for each KV head, as a list for each ranked layer."""
+    heads = len(of_heads) // len(trace.ranked)
+    return {
+        layer: of_heads[number * heads : (number + 1) * heads]
+        for number, layer in enumerate(trace.ranked)
+    }
 
 
 def made_up(out: F32, share: F32, stand_in: list[StandIn]) -> F32:
@@ -209,13 +212,13 @@ class MadeUp(Plain):
         self.group_tokens = chooser.group_tokens
         self.remembers = chooser.remembers
         self._chooser = chooser
-        self._stand_ins: list[list[StandIn]] = []
+        self._stand_ins: dict[int, list[StandIn]] = {}
 
     def learn(self, trace: Trace) -> None:
         """As of ``Selector``."""
         self._chooser.learn(trace)
         self.metadata_bytes = self._chooser.metadata_bytes
-        self._stand_ins = by_layer(stand_ins(samples_of(trace)), trace.layers)
+        self._stand_ins = by_layer(stand_ins(samples_of(trace)), trace)
 
     def scores(self, view: LayerView, k: int) -> F32:
         """As of ``Selector``."""

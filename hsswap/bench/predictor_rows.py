@@ -167,7 +167,7 @@ def selection_rows(trace: Trace, chosen: Iterable[Method]) -> list[Row]:
     for one in able:
         one.selector.learn(trace)
     found: dict[tuple[str, int], list[Figures]] = {}
-    for layer in range(trace.layers):
+    for layer in trace.ranked:
         view = view_of(trace, layer, trace.queries(layer))
         values = np.ascontiguousarray(to_float32(trace.values(layer)).transpose(1, 0, 2))
         truth = Truth(view, values)
@@ -208,7 +208,7 @@ def left_out_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
         predicted: list[F32] = []
         true: list[F32] = []
         certified: list[F32] = []
-        for layer in range(trace.layers):
+        for layer in trace.ranked:
             view = view_of(trace, layer, trace.queries(layer))
             candidates, scores = view.candidates(), selector.scores(view, k)
             chosen = mask_of(best_groups(scores, candidates, k), candidates.shape[1])
@@ -242,7 +242,7 @@ def reads_rows(trace: Trace, k: int = KS[0]) -> list[Row]:
     demanded: list[Bool] = []
     guessed: list[Bool] = []
     mass: list[F32] = []
-    for layer in range(trace.layers):
+    for layer in trace.ranked:
         view = view_of(trace, layer, trace.queries(layer))
         candidates = view.candidates()
         exact = mask_of(best_groups(selector.scores(view, k), candidates, k), candidates.shape[1])
@@ -275,7 +275,7 @@ def mask_of(chosen: I64, blocks: int) -> Bool:
 def statistics_row(trace: Trace, k: int = KS[0]) -> Row:
     """What the trace is like: figures that synthetic traces must match to mean anything."""
     resident, best, step, early, overlap = [], [], [], [], []
-    for layer in range(trace.layers):
+    for layer in trace.ranked:
         view = view_of(trace, layer, trace.queries(layer))
         mass = view.mass()
         chosen = mask_of(best_groups(mass, view.candidates(), k), mass.shape[-1])

@@ -205,20 +205,20 @@ class KvSwap(Plain):
         self.group_tokens = group_tokens
         self.metadata_bytes: float | None = None
         self._sigma, self._offline = sigma, offline
-        self._vectors: list[F32] = []
+        self._vectors: dict[int, F32] = {}
 
     def learn(self, trace: Trace) -> None:
         """As of ``Selector``."""
         source = self._offline or trace
-        self._vectors = []
-        for layer in range(trace.layers):
+        self._vectors = {}
+        for layer in trace.ranked:
             keys = to_float32(source.keys(layer)[: source.sizes.length - source.sizes.window])
             flat = keys.reshape(len(keys), -1)
             width = flat.shape[1]
             vectors = np.linalg.eigh(flat.T.astype(np.float64) @ flat)[1]
             rank = width // self._sigma
             best = vectors[:, ::-1][:, :rank].astype(np.float32)
-            self._vectors.append(rounded(best).reshape(*keys.shape[1:], rank))
+            self._vectors[layer] = rounded(best).reshape(*keys.shape[1:], rank)
         heads = trace.keys(0).shape[1]
         self.metadata_bytes = BLOCK * 2.0 * rank / heads
 

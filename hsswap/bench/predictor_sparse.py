@@ -50,6 +50,9 @@ class SparseAttention:
         every_key = np.concatenate([trace.keys(layer)[:first], keys])
         every_value = np.concatenate([trace.values(layer)[:first], values])
         view = LayerView.of(layer, queries, every_key, first)
+        window = trace.windows[layer]
+        if window is not None:
+            return self._dense(view, every_value, window)
         chosen = self.chosen(view)
         size = self._selector.group_tokens
         tokens = np.repeat(chosen, size, axis=-1)
@@ -63,6 +66,19 @@ class SparseAttention:
         out = (weights.reshape(heads, group * rows, length) @ v).reshape(heads, group, rows, -1)
         out = self._selector.made_up(view, chosen, out)
         return from_float32(out.transpose(2, 0, 1, 3).reshape(queries.shape))
+
+    @staticmethod
+    def _dense(view: LayerView, values: U16, window: int) -> U16:
+        """Attention over the last ``window`` tokens, of a layer where nothing is chosen."""
+        token = np.arange(len(values))
+        near = token > view.lengths[:, None] - 1 - window
+        weights = np.where(near, view.logits, np.float32(-np.inf))
+        weights = np.exp(weights - weights.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        heads, group, rows, length = weights.shape
+        v = np.ascontiguousarray(to_float32(values).transpose(1, 0, 2))
+        out = (weights.reshape(heads, group * rows, length) @ v).reshape(heads, group, rows, -1)
+        return from_float32(out.transpose(2, 0, 1, 3).reshape(rows, heads * group, -1))
 
     def chosen(self, view: LayerView) -> Bool:
         """Groups chosen ``[H, S, B]``."""

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from hsswap.bench.predictor_contexts import Context
 from hsswap.bf16 import F32, U16
 from hsswap.commands.decoding import dims_of
-from hsswap.models import Llama, PlainAttention
-from hsswap.rope import Rope
+from hsswap.dims import ModelDims
+from hsswap.models import Llama
 
 TRACE_VERSION = 1
 BASIS_TOKENS = 1024
@@ -45,13 +45,19 @@ QUICK = Sizes(length=2048, window=96)
 
 
 class Trace:
-    """What a dense pass left, one layer at a time from its file. BF16 codes with RoPE applied."""
+    """What a dense pass left, one layer at a time from its file. BF16 codes with RoPE applied.
 
-    def __init__(self, context: Context, sizes: Sizes, rope: Rope | None, path: Path) -> None:
-        self.context, self.sizes, self.rope = context, sizes, rope
+    ``ranked``: the layers that see everything, whose blocks are chosen; ``rope`` is theirs. The
+    others see ``windows[layer]`` tokens.
+    """
+
+    def __init__(self, context: Context, sizes: Sizes, dims: ModelDims, path: Path) -> None:
+        self.context, self.sizes = context, sizes
         self.name = path.stem
         self._file = np.load(path)
-        self.layers = int(self._file["layers"])
+        self.windows = [dims.group(layer).window for layer in range(dims.layers)]
+        self.ranked = [layer for layer, window in enumerate(self.windows) if window is None]
+        self.rope = dims.group(self.ranked[0]).rope
 
     def keys(self, layer: int) -> U16:
         """``[length, kv_heads, head_dim]``."""
@@ -85,21 +91,16 @@ class Trace:
         self._file.close()
 
 
-def _rope(model: Llama) -> Rope | None:
-    """How the model turns its queries and keys, as the command tells the swap."""
-    return dims_of(model.config, rope_factors=model.weights.rope_factors).groups[0].rope
-
-
 class _Recorder:
     """``hsswap.models.Attention``: dense, and everything that passes through is kept."""
 
     def __init__(self, model: Llama, sizes: Sizes) -> None:
         c = model.config
-        self._dense = PlainAttention(c.layers, c.kv_heads, c.head_dim, capacity_tokens=sizes.length)
+        self._dense = model.plain_attention(sizes.length)
         self._at = [0] * c.layers
         self._start = sizes.length - sizes.window
         kv, q = (c.kv_heads, c.head_dim), (c.q_heads, c.head_dim)
-        self.arrays: dict[str, NDArray[np.generic]] = {"layers": np.array(c.layers)}
+        self.arrays: dict[str, NDArray[np.generic]] = {}
         for layer in range(c.layers):
             for name, shape in (
                 ("keys", (sizes.length, *kv)),
@@ -136,7 +137,8 @@ def trace_of(model: Llama, model_key: str, context: Context, sizes: Sizes, folde
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(path, _record(model, context, sizes))
-    return Trace(context, sizes, _rope(model), path)
+    dims = dims_of(model.config, rope_factors=model.weights.rope_factors)
+    return Trace(context, sizes, dims, path)
 
 
 def _record(model: Llama, context: Context, sizes: Sizes) -> dict[str, NDArray[np.generic]]:

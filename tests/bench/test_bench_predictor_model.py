@@ -100,7 +100,7 @@ def test_codes_are_those_of_the_package(trace: Trace) -> None:
             mass[:, ~able[row]] = -np.inf
             wanted = shares(mass, view.resident_lse[head, :, row])
             assert np.abs(scores[head, row] - wanted).max() < 1e-5
-    planes = [codec.planes for layer in selector.codecs for codec in layer]
+    planes = [codec.planes for layer in selector.codecs.values() for codec in layer]
     assert selector.metadata_bytes == 2 * BLOCK * np.mean(planes)
     assert np.mean(planes) * 2 <= (1 / 16) * 2 * 2 * 16 or min(planes) == max(planes) == 1
 
@@ -216,8 +216,8 @@ class StepByStep:
 
     def __init__(self, trace: Trace, k: int, first: int) -> None:
         self._k = k
-        self._keys = [trace.keys(layer)[:first] for layer in range(trace.layers)]
-        self._values = [trace.values(layer)[:first] for layer in range(trace.layers)]
+        self._keys = [trace.keys(layer)[:first] for layer in trace.ranked]
+        self._values = [trace.values(layer)[:first] for layer in trace.ranked]
 
     def attend(self, layer: int, queries: U16, keys: U16, values: U16) -> U16:
         self._keys[layer] = np.concatenate([self._keys[layer], keys])
