@@ -268,12 +268,12 @@ class ExactPass:
                 self._table.reader = self.behind
             return self.behind
         slots = self._cache.device_slot[tile.start : tile.stop]
-        units = pool.slots.units(slots)
         missing = np.flatnonzero(slots < 0)
         self.device_hits += len(slots) - len(missing)
         self.unread = loaded.slots
         event: Event | None = None
         if self._in_place or not len(missing):
+            units = pool.slots.units(slots)
             heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
             units[:, missing] = host_unit(loaded.slots, heads, len(heads))
             self._attend(tile, units[None], state)
@@ -282,8 +282,10 @@ class ExactPass:
                 self._read(event, loaded.slots)
             self.unread = None
         else:
-            units[:, missing], region = self._gather(loaded)
-            self._attend(tile, units[None], state)
+            region = self._gather(loaded)
+            slots = slots.copy()
+            slots[missing] = region.slots[: len(missing)]
+            self._attend(tile, pool.slots.units(slots)[None], state)
             region.last_read = event = self._stream.record()
         self.next_tile += 1
         self.behind = event
@@ -312,8 +314,8 @@ class ExactPass:
             return self._cache.pool.slots.units(slots)[None]
         return units
 
-    def _gather(self, loaded: Loaded) -> tuple[I32, RingRegion]:
-        """Bring a tile's missing units into the ring; the stream waits for them.
+    def _gather(self, loaded: Loaded) -> RingRegion:
+        """Bring a tile's missing blocks into the ring, in order; the stream waits for them.
 
         The copies wait for the ring's last reader, not for what the caller has enqueued before: so
         they run beside it.
@@ -324,24 +326,14 @@ class ExactPass:
             # Perhaps being filled by an append that this stream has yet to run.
             copies.wait_for(self._stream.record())
         region = pool.next_region(copies)
-        units = pool.slots.units(region.slots[: len(loaded.slots)])
-        heads, count = units.shape
-        self._device.gather(
-            copies,
-            GatherWork(
-                pool.blocks,
-                pool.units,
-                np.tile(loaded.slots, heads),
-                np.repeat(np.arange(heads, dtype=np.int32), count),
-                units.ravel(),
-            ),
-        )
+        to = region.slots[: len(loaded.slots)]
+        self._device.gather(copies, GatherWork(pool.blocks, pool.units, loaded.slots, None, to))
         gathered = copies.record()
         region.last_read = gathered  # should the attend that follows be refused
         self._read(gathered, loaded.slots)
         self.unread = None
         self._stream.wait_for(gathered)
-        return units, region
+        return region
 
     def _attend(self, tile: Tile, units: I32 | Tensor, state: AttentionState) -> None:
         pool = self._cache.pool

@@ -98,6 +98,8 @@ class Stale(HostDevice):
         return False
 
     def gather(self, stream: Stream, work: GatherWork) -> None:
+        work = work.by_unit()
+        assert work.heads is not None
         kept = slice(1, None) if len(work.heads) > 1 else slice(None)
         super().gather(
             stream,

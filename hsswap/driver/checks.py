@@ -72,11 +72,16 @@ def move(work: Move) -> Move:
     """Check a GatherWork or a ScatterWork."""
     require_same_layout(work.units, work.blocks)
     units, blocks = check_pool(work.units, "units"), check_pool(work.blocks, "blocks")
-    shape = (len(work.host_slots),)
+    shape, kv_heads = (len(work.host_slots),), work.units.group.kv_heads
+    heads = work.heads
+    if heads is None:
+        units //= kv_heads
+    else:
+        heads = checked_indices(heads, shape, kv_heads, "heads")
     return replace(
         work,
         host_slots=checked_indices(work.host_slots, shape, blocks, "host_slots"),
-        heads=checked_indices(work.heads, shape, work.units.group.kv_heads, "heads"),
+        heads=heads,
         device_slots=checked_indices(work.device_slots, shape, units, "device_slots"),
     )
 

@@ -86,6 +86,7 @@ def pool_numbers(units: UnitPool, blocks: BlockPool) -> tuple[int, ...]:
 
 
 def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | ScatterWork) -> None:
+    assert work.heads is not None
     count = len(work.heads)
     if not count:
         return
@@ -111,10 +112,10 @@ def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | Scat
 def gather(device: Launcher, stream: Stream, work: GatherWork) -> None:
     """Host slots to device slots: by the copy engine where runs of whole blocks are long."""
     runs = block_runs(work)
-    if not runs or len(work.heads) * work.units.unit_bytes < COPY_BYTES * len(runs):
-        _move(device, stream, "gather", work)
-        return
     block_bytes = work.blocks.block_bytes
+    if not runs or len(work.host_slots) * block_bytes < COPY_BYTES * len(runs):
+        _move(device, stream, "gather", work.by_unit())
+        return
     for run in runs:
         target = work.units.memory.address + run.device_slot * block_bytes
         source = work.blocks.memory.address + run.host_slot * block_bytes
@@ -130,27 +131,16 @@ class BlockRun(NamedTuple):
 
 
 def block_runs(work: GatherWork) -> list[BlockRun]:
-    """What a gather moves if that is whole blocks, listed head by head; else nothing."""
-    heads = work.units.group.kv_heads
-    blocks, rest = divmod(len(work.heads), heads)
-    if rest or not blocks or work.blocks.block_bytes != heads * work.units.unit_bytes:
+    """What a gather of whole blocks moves; nothing for units, and for blocks with padding."""
+    padded = work.blocks.block_bytes != work.units.group.kv_heads * work.units.unit_bytes
+    if work.heads is not None or padded or not len(work.host_slots):
         return []
-    head = np.arange(heads, dtype=np.int32)[:, None]
-    host_slots = work.host_slots.reshape(heads, blocks)
-    units = work.device_slots.reshape(heads, blocks)
-    if (
-        (units[0] % heads).any()
-        or (units != units[0] + head).any()
-        or (host_slots != host_slots[0]).any()
-        or (work.heads.reshape(heads, blocks) != head).any()
-    ):
-        return []
-    first, to = host_slots[0], units[0] // heads
-    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(to) != 1)) + 1
-    starts = [0, *breaks.tolist()]
+    hosts, slots = work.host_slots, work.device_slots
+    goes_on = (hosts[1:] - hosts[:-1] == 1) & (slots[1:] - slots[:-1] == 1)
+    starts = [0, *(np.flatnonzero(~goes_on) + 1).tolist()]
     return [
-        BlockRun(int(first[start]), int(to[start]), stop - start)
-        for start, stop in pairwise([*starts, blocks])
+        BlockRun(int(hosts[start]), int(slots[start]), stop - start)
+        for start, stop in pairwise([*starts, len(hosts)])
     ]
 
 

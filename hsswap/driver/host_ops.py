@@ -166,6 +166,8 @@ def _put_in_blocks(
 
 def gather(work: GatherWork, scratch: Scratch) -> None:
     """Copy units out of host slots into device slots."""
+    work = work.by_unit()
+    assert work.heads is not None
     source, target = units_of_blocks(work.blocks), work.units.memory.array()
     step = max(1, MOVE_BYTES // work.units.unit_bytes)
     for first in range(0, len(work.heads), step):

@@ -158,14 +158,29 @@ class AppendAtWork:
 class GatherWork:
     """n units: head ``heads[i]`` of host slot ``host_slots[i]`` into ``device_slots[i]``.
 
-    All three ``[n]`` int32. Device slots are distinct.
+    All three ``[n]`` int32. Device slots are distinct. ``heads`` None: n whole blocks, head h of
+    one into unit ``device_slots[i] * H + h``.
     """
 
     blocks: BlockPool
     units: UnitPool
     host_slots: I32
-    heads: I32
+    heads: I32 | None
     device_slots: I32
+
+    def by_unit(self) -> GatherWork:
+        """The same with a list of heads."""
+        if self.heads is not None:
+            return self
+        count, heads = len(self.host_slots), self.units.group.kv_heads
+        head = np.arange(heads, dtype=np.int32)
+        return GatherWork(
+            self.blocks,
+            self.units,
+            self.host_slots.repeat(heads),
+            np.tile(head, count),
+            (self.device_slots[:, None] * np.int32(heads) + head).ravel(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def test_through_device_memory_and_back(gpu: Rig) -> None:
     work = random_gather(gpu, 300)
     work = replace(work, units=in_device_memory(gpu, work.units))
     back = gpu.blocks(GROUP, 16, work.blocks.memory.shape[0], fill=7)
+    assert work.heads is not None
     with gpu.device.stream() as other:
         gpu.device.gather(gpu.stream, work)
         other.wait_for(gpu.stream.record())

@@ -143,6 +143,7 @@ def test_gather(rig: Rig, seed: int) -> None:
     work = random_move(rig, seed)
     nbytes = unit_bytes(work.units.group, work.units.block_size)
     source, wanted = content(work.blocks), content(work.units)
+    assert work.heads is not None
     for b, h, s in zip(work.host_slots, work.heads, work.device_slots, strict=True):
         wanted[s] = source[b, h * nbytes : (h + 1) * nbytes]
     rig.device.gather(rig.stream, work)
@@ -154,6 +155,7 @@ def test_gather(rig: Rig, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_scatter(rig: Rig, seed: int) -> None:
     move = random_move(rig, seed)
+    assert move.heads is not None
     work = ScatterWork(move.blocks, move.units, move.host_slots, move.heads, move.device_slots)
     nbytes = unit_bytes(work.units.group, work.units.block_size)
     source, wanted = content(work.units), content(work.blocks)
@@ -178,19 +180,12 @@ def test_gather_of_more_than_is_copied_at_a_time(rig: Rig) -> None:
 
 
 def whole_blocks(rig: Rig, host_slots: list[int], block_slots: list[int]) -> GatherWork:
-    """Blocks of 64 KiB, listed head by head as exact attention does it."""
-    group, count, heads = LayerGroup(1, 8, 8, 128), len(host_slots), 8
-    units, blocks = rig.units(group, 16, 64 * heads), rig.blocks(group, 16, 64)
+    """Blocks of 64 KiB."""
+    group = LayerGroup(1, 8, 8, 128)
+    units, blocks = rig.units(group, 16, 64 * 8 + 3), rig.blocks(group, 16, 64)
     blocks.memory.array().view(np.uint32)[...] = np.arange(1 << 20, dtype=np.uint32).reshape(64, -1)
-    head = np.arange(heads, dtype=np.int32)
-    slots = np.array(block_slots, np.int32) * heads + head[:, None]
-    return GatherWork(
-        blocks,
-        units,
-        np.tile(np.array(host_slots, np.int32), heads),
-        head.repeat(count),
-        slots.ravel(),
-    )
+    i32 = [np.array(slots, np.int32) for slots in (host_slots, block_slots)]
+    return GatherWork(blocks, units, i32[0], None, i32[1])
 
 
 @pytest.mark.parametrize(
@@ -201,46 +196,59 @@ def whole_blocks(rig: Rig, host_slots: list[int], block_slots: list[int]) -> Gat
         ([*range(20), *range(20, 40)], [*range(30, 50), *range(20)]),
         ([63 - i for i in range(20)], [*range(20)]),
         ([7], [9]),
+        ([], []),
     ],
-    ids=["one run", "host in two runs", "device in two runs", "backwards", "one block"],
+    ids=["one run", "host in two runs", "device in two runs", "backwards", "one block", "none"],
 )
 def test_gather_of_whole_blocks(rig: Rig, host_slots: list[int], block_slots: list[int]) -> None:
     work = whole_blocks(rig, host_slots, block_slots)
-    source = content(work.blocks)
-    wanted = content(work.units).reshape(64, -1)
-    wanted[block_slots] = source[host_slots]
+    source, wanted = content(work.blocks), content(work.units)
+    wanted[: 64 * 8].reshape(64, -1)[block_slots] = source[host_slots]
     rig.device.gather(rig.stream, work)
     rig.stream.synchronize()
-    np.testing.assert_array_equal(content(work.units).reshape(64, -1), wanted)
+    np.testing.assert_array_equal(content(work.units), wanted)
     np.testing.assert_array_equal(content(work.blocks), source)
 
 
 def test_gather_of_many_units_in_any_order(rig: Rig) -> None:
     """As many bytes as the copy engine takes, but not whole blocks one behind the other."""
-    work = whole_blocks(rig, [*range(40)], [*range(3, 43)])
+    whole = whole_blocks(rig, [*range(40)], [*range(3, 43)])
+    work = whole.by_unit()
+    assert work.heads is not None
     order = np.random.default_rng(5).permutation(len(work.heads))
     lists = (work.host_slots[order], work.heads[order], work.device_slots[order])
-    source = content(work.blocks)
-    wanted = content(work.units).reshape(64, -1)
-    wanted[3:43] = source[:40]
+    source, wanted = content(work.blocks), content(work.units)
+    wanted[: 64 * 8].reshape(64, -1)[3:43] = source[:40]
     rig.device.gather(rig.stream, GatherWork(work.blocks, work.units, *lists))
     rig.stream.synchronize()
-    np.testing.assert_array_equal(content(work.units).reshape(64, -1), wanted)
+    np.testing.assert_array_equal(content(work.units), wanted)
+
+
+def test_gather_of_blocks_with_padding(rig: Rig) -> None:
+    units, blocks = (
+        rig.units(LayerGroup(1, 3, 3, 24), 16, 11),
+        rig.blocks(LayerGroup(1, 3, 3, 24), 16, 4),
+    )
+    blocks.memory.array()[...] = np.random.default_rng(1).integers(0, 256, blocks.memory.shape)
+    work = GatherWork(blocks, units, np.array([3, 1], np.int32), None, np.array([0, 2], np.int32))
+    assert block_runs(work) == []
+    wanted, whole = content(units), content(blocks)[:, : 3 * units.unit_bytes]
+    wanted[:9].reshape(3, -1)[[0, 2]] = whole[[3, 1]]
+    rig.device.gather(rig.stream, work)
+    rig.stream.synchronize()
+    np.testing.assert_array_equal(content(units), wanted)
+
+
+def test_gather_refuses_blocks_that_are_not_there(rig: Rig) -> None:
+    for host_slots, block_slots in (([64], [0]), ([0], [64]), ([0, 1], [0]), ([-1], [0])):
+        with pytest.raises(ArgumentError):
+            rig.device.gather(rig.stream, whole_blocks(rig, host_slots, block_slots))
 
 
 def test_runs_of_whole_blocks(rig: Rig) -> None:
     work = whole_blocks(rig, [4, 5, 6, 9, 10, 3], [7, 8, 9, 10, 12, 13])
     assert block_runs(work) == [(4, 7, 3), (9, 10, 1), (10, 12, 1), (3, 13, 1)]
-    swapped = work.device_slots.copy()
-    swapped[[0, 1]] = swapped[[1, 0]]
-    assert block_runs(replace(work, device_slots=swapped)) == []
-    assert block_runs(replace(work, heads=work.heads[::-1].copy())) == []
-    part = {name: getattr(work, name)[:-1] for name in ("host_slots", "heads", "device_slots")}
-    assert block_runs(replace(work, **part)) == []
-    padded = LayerGroup(1, 3, 3, 24)
-    units, blocks = rig.units(padded, 16, 6), rig.blocks(padded, 16, 2)
-    i32 = np.array([0, 0, 0], np.int32), np.array([0, 1, 2], np.int32)
-    assert block_runs(GatherWork(blocks, units, i32[0], i32[1], i32[1])) == []
+    assert block_runs(work.by_unit()) == []
 
 
 def random_codes_of_blocks(rig: Rig, seed: int) -> EncodeWork:
@@ -382,6 +390,7 @@ def test_index_arrays_may_be_reused_at_once(rig: Rig) -> None:
     work = random_move(rig, 4)
     nbytes = unit_bytes(work.units.group, work.units.block_size)
     source, wanted = content(work.blocks), content(work.units)
+    assert work.heads is not None
     for b, h, s in zip(work.host_slots, work.heads, work.device_slots, strict=True):
         wanted[s] = source[b, h * nbytes : (h + 1) * nbytes]
     rig.device.gather(rig.stream, work)
