@@ -22,6 +22,7 @@ from hsswap.driver.tensor import Tensor
 from hsswap.exact import ExactPass, LayerCache
 from hsswap.pools import state_bytes, state_in
 from hsswap.prefetch import Blocks
+from hsswap.repeating import remember
 from hsswap.tiers import I64
 from hsswap.topk import TopKLayer
 
@@ -234,5 +235,7 @@ def _finish(swap: SwapState, query: Query, work: ExactPass) -> AttendResult:
     swap.counters.attends += 1
     swap.counters.device_hits += work.device_hits
     swap.counters.host_hits += work.held_hits
+    if work.whole is not None:
+        remember(swap, query, work.whole)
     nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)
     return AttendResult(query.out_object, work.behind or query.stream.record(), nothing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from hsswap.prefetch import Blocks, Loaded
 from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
 
+if TYPE_CHECKING:
+    from hsswap.repeating import Repeated
+
 NOTHING = np.empty(0, np.intp)
 NO_SLOTS = np.empty(0, np.int32)
 
@@ -35,7 +39,7 @@ class LayerCache:
     ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does; who changes
     entries says so (:meth:`changed`). ``active`` is the slot of the block being filled.
     ``residents``: where they are as attention reads it, None for a list of blocks that is used
-    once.
+    once. ``repeated``: the last call of one row, if it may be made again.
     """
 
     pool: GroupPool
@@ -44,6 +48,7 @@ class LayerCache:
     length: int = 0
     device_slot: I32 = field(default_factory=lambda: np.full(64, -1, np.int32))
     residents: ResidentTable | None = None
+    repeated: Repeated | None = None
 
     def changed(self, block: int) -> None:
         """Entries of ``device_slot`` from this block on may be others now."""
@@ -150,6 +155,8 @@ class ExactPass:
         self.held_hits = 0
         self.behind: Event | None = None
         """An event behind the last launch, where it needed one."""
+        self.whole: AttendWork | None = None
+        """The launch that attended everything, if it was one row over a table in device memory."""
         self.unread: I32 | None = None
         """Leased slots of a tile whose launch failed before its readers had an event."""
 
@@ -338,19 +345,19 @@ class ExactPass:
     def _attend(self, tile: Tile, units: I32 | Tensor, state: AttentionState) -> None:
         pool = self._cache.pool
         is_last = self.next_tile == len(self._tiles) - 1
-        self._device.attend(
-            self._stream,
-            AttendWork(
-                queries=self._queries,
-                lengths=self._lengths,
-                units=pool.units,
-                slots=units,
-                first_block=tile.start,
-                positions=None,
-                span_blocks=self._span_blocks,
-                state=state,
-                begin=self.next_tile == 0,
-                blocks=pool.blocks,
-                end=self._end(state) if is_last else None,
-            ),
+        work = AttendWork(
+            queries=self._queries,
+            lengths=self._lengths,
+            units=pool.units,
+            slots=units,
+            first_block=tile.start,
+            positions=None,
+            span_blocks=self._span_blocks,
+            state=state,
+            begin=self.next_tile == 0,
+            blocks=pool.blocks,
+            end=self._end(state) if is_last else None,
         )
+        self._device.attend(self._stream, work)
+        if isinstance(units, Tensor) and is_last and not tile.start and self._queries.shape[1] == 1:
+            self.whole = work

@@ -123,6 +123,11 @@ class ResidentTable:
         """Whether every block is in a device slot or a host slot that is held."""
         return not self._nowhere
 
+    @property
+    def entries(self) -> Tensor | None:
+        """The table in memory, if there is one."""
+        return self._entries
+
     def changed(self, block: int) -> None:
         """Entries from this block on may be others now."""
         self._changed = min(self._changed, block)

@@ -120,8 +120,13 @@ class Sequence(LookingAhead):
         Raises ArgumentError for wrong arrays or more rows than tokens; BlockIOError (CorruptBlock)
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
+        given = Given(queries, out, lse_out, sinks)
         with self._exclusive("attend"):
-            query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
+            with self._swap.lock:
+                repeated = self._attend_repeated(layer, given, stream)
+            if repeated is not None:
+                return repeated
+            query = self._check_query(layer, given, stream)
             chooses = self._uses_top_k(query, exact)
             with self._ordered(query.stream) as work:
                 self._show(query)
@@ -150,8 +155,12 @@ class Sequence(LookingAhead):
         would be more than :attr:`~hsswap.swap_state.MAX_TILES_AHEAD`, or when host slots are needed
         that others already queue for; then use :meth:`attend`.
         """
+        given = Given(queries, out, lse_out, sinks)
         with self._swap.lock, self._exclusive("attend"):
-            query = self._check_query(layer, Given(queries, out, lse_out, sinks), stream)
+            repeated = self._attend_repeated(layer, given, stream)
+            if repeated is not None:
+                return repeated
+            query = self._check_query(layer, given, stream)
             if self._uses_top_k(query, exact):
                 return None
             with self._ordered(query.stream) as work:
@@ -224,6 +233,29 @@ class Sequence(LookingAhead):
     def _check_query(self, layer: int, given: Given, stream: object | None) -> Query:
         raw_stream = self._swap.stream_of(stream)
         return checked_query(self._cache(layer), self._indices, given, raw_stream)
+
+    def _attend_repeated(
+        self, layer: int, given: Given, stream: object | None
+    ) -> AttendResult | None:
+        """The layer's last call once more, if this one is like it. Under the lock."""
+        cache, swap = self._cache(layer), self._swap
+        known = cache.repeated
+        if known is None or self.top_k is not None or swap.prefetcher.has_plan(self.number):
+            return None
+        raw_stream = swap.stream_of(stream)
+        following = self._layers[(layer + 1) % len(self._layers)]
+        if not known.suits(cache, raw_stream) or not following.is_resident():
+            return None
+        taken = known.taken(cache, given)
+        if taken is None:
+            return None
+        with self._ordered(raw_stream) as work:
+            known.again(taken[0].as_batch(), taken[1].as_batch(), cache.length)
+            work.event = raw_stream.record()
+        swap.counters.attends += 1
+        swap.counters.device_hits += known.blocks
+        nothing = np.zeros(cache.pool.group.kv_heads, np.float32)
+        return AttendResult(given.out, work.event, nothing)
 
     def _show(self, query: Query) -> None:
         """Let calibration see what a top-k sequence asks; outputs do not depend on it."""

@@ -61,6 +61,7 @@ class SwapState:
         self._streams: dict[int, Stream] = {}
         self._ended: asyncio.Future[None] | None = None  # there once closing began
         self._resources: list[Closes] = []
+        self._scratch_of: dict[tuple[Stream, int], Buffer] = {}
         try:
             self._scratch = ScratchPool(device)
             self._resources.append(self._scratch)
@@ -178,6 +179,14 @@ class SwapState:
         finally:
             with self.lock:
                 self._scratch.give_back_behind(buffer, stream)
+
+    def scratch_of(self, stream: Stream, nbytes: int) -> Buffer:
+        """Device memory for all small work of one stream, which runs in order. Under the lock."""
+        key = stream, nbytes
+        if key not in self._scratch_of:
+            self._scratch_of[key] = self.device.allocate(nbytes)
+            self._resources.append(self._scratch_of[key])
+        return self._scratch_of[key]
 
     def free_at_close(self, memory: Closes) -> None:
         """Keep memory that work of a call that failed may use. Under the lock."""

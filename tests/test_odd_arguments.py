@@ -231,6 +231,7 @@ NO_ARGUMENTS = {
 INNER = {
     "allocate_ids", "call_behind", "check_ids", "commit_ids", "drop_ids", "free_at_close",
     "pool_of", "release_after", "release_behind", "release_now", "release_sequence", "scratch",
+    "scratch_of",
     "share_ids", "stream_of", "take_active_slots",
 }  # fmt: skip
 """What sequences call, with what was checked."""

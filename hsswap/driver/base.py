@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hsswap.driver.preparing import PrepareWork
     from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
+from hsswap.driver.tensor import Tensor
 
 
 class Closeable(ABC):
@@ -179,6 +180,16 @@ class Stream(Closeable):
         """Block the calling thread until all work has run; raises DeviceError when some failed."""
 
 
+class AttendAgain(ABC):
+    """A call of :meth:`Device.attend` that is made again. It keeps the records of the first."""
+
+    @abstractmethod
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
+        """Enqueue it with these: like the first ones in all but their addresses, which the device
+        reaches, and with no more entries. The caller sees to it: nothing is checked again.
+        """
+
+
 class Device(Closeable):
     """Memory, streams and operations of one device. Closing waits for its streams.
 
@@ -257,6 +268,12 @@ class Device(Closeable):
     @abstractmethod
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """Attention of query rows over one tile of units; carries (m, l, o)."""
+
+    @abstractmethod
+    def attend_again(self, stream: Stream, work: AttendWork) -> AttendAgain | None:
+        """What makes a call like ``work``, of one row that ends here, again at less cost; nothing
+        is enqueued. None for calls that are not made quicker. Raises like :meth:`attend`.
+        """
 
     @abstractmethod
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hsswap.driver import (
     checks,
     codes_checks,
+    cuda_again,
     cuda_append,
     cuda_attention,
     cuda_codes,
@@ -25,7 +26,7 @@ from hsswap.driver import (
     cuda_top_k,
     round_checks,
 )
-from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.base import AttendAgain, Buffer, Device, Stream
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
@@ -33,7 +34,7 @@ from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import EventPool, Waiter
 from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
-from hsswap.driver.cuda_modules import Modules, key_of
+from hsswap.driver.cuda_modules import Key, Modules, Prepared, key_of
 from hsswap.driver.cuda_prepare import kernels_of
 from hsswap.driver.cuda_reach import make_reachable
 from hsswap.driver.cuda_rounds import CudaRounds
@@ -105,12 +106,12 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> Buffer:
         """Zeroed memory of the GPU. Blocks. Raises DeviceError when there is none."""
-        self._check_open()
+        self.check_open()
         return self._keep(DeviceBuffer(self.context, nbytes, self._forget_buffer))
 
     def allocate_host(self, nbytes: int) -> Buffer:
         """Zeroed host memory, pinned and mapped. Blocks. Raises DeviceError when there is none."""
-        self._check_open()
+        self.check_open()
         return self._keep(MappedBuffer(self.context, nbytes, self._forget_buffer))
 
     def _keep(self, buffer: Buffer) -> Buffer:
@@ -124,7 +125,7 @@ class CudaDevice(Device):
         What hsswap keeps for a caller's handle (a ring, a workspace: 3 MiB) stays until the device
         closes.
         """
-        self._check_open()
+        self.check_open()
         with self._lock, self.context:
             is_new = handle is None
             number = self._new_stream(urgent) if handle is None else handle_number(handle)
@@ -164,7 +165,7 @@ class CudaDevice(Device):
 
     def prepare(self, work: PrepareWork) -> None:
         """Compile and load :func:`~hsswap.driver.cuda_prepare.kernels_of`; seconds at most."""
-        self._check_open()
+        self.check_open()
         keys = [key_of(kernel, constants) for kernel, constants in kernels_of(self, work)]
         with self.context:
             self._modules.load(keys)
@@ -190,6 +191,24 @@ class CudaDevice(Device):
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """See :class:`AttendWork`."""
         self._enqueue(stream, "attend", checks.attend, _attend, work)
+
+    def attend_again(self, stream: Stream, work: AttendWork) -> AttendAgain | None:
+        """See :meth:`Device.attend_again`."""
+        state = self._state_of(stream, "attend")
+        with state.lock, self.context:
+            return cuda_again.attend_again(self, cast(CudaStream, stream), work)
+
+    def prepared(
+        self,
+        stream: CudaStream,
+        key: Key,
+        shape: tuple[Grid, Grid, int],
+        *,
+        cluster: int,
+        follows: bool,
+    ) -> Prepared:
+        """See :meth:`Modules.prepared`."""
+        return self._modules.prepared(stream.state, key, shape, cluster, follows)
 
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
         """See :class:`FinalizeWork`."""
@@ -271,7 +290,7 @@ class CudaDevice(Device):
             state.hold(work)
 
     def _state_of(self, stream: Stream, name: str) -> StreamState:
-        self._check_open()
+        self.check_open()
         if not isinstance(stream, CudaStream):
             raise ArgumentError(f"{name}: {stream!r} is no stream of {self.name}")
         state = stream.state
@@ -353,7 +372,8 @@ class CudaDevice(Device):
         with self._lock:
             self._streams.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError once it was closed."""
         if self._closed:
             raise ClosedError(f"{self.name} is closed")
 

@@ -32,6 +32,9 @@ RESERVED_BYTES = 1 << 16
 """The first bytes of a stream's workspace are other operations' counters."""
 
 _ATTEND = struct.Struct("<17Q11qQ6q12i2f2Q6q")
+ATTEND_BYTES = _ATTEND.size
+QUERIES_AT, OUT_AT, LENGTH_AT = 0, 8 * 14, 8 * (17 + 11 + 1 + 6) + 4 * 11
+"""Where the addresses of queries and output are, and a length that travels with the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

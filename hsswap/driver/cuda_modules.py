@@ -32,6 +32,21 @@ class _Function:
     shared_bytes: int  # as far as asked for
 
 
+class Prepared:
+    """A launch with all but its parameters: a call with a pointer to a list of their addresses."""
+
+    __slots__ = ("_config", "_context", "_handle", "_name")
+
+    def __init__(self, context: Context, name: str, config: Any, handle: Any) -> None:
+        self._context, self._name, self._config, self._handle = context, name, config, handle
+
+    def __call__(self, arguments: int) -> None:
+        """Launch it. The stream's lock is held, the context current. Raises CudaError."""
+        status = self._context.driver.cuLaunchKernelEx(self._config, self._handle, arguments, 0)
+        if status[0]:
+            checked(status, f"{self._context.name}: launch of {self._name}")
+
+
 def key_of(kernel: str, constants: ptx.Constants) -> Key:
     """One kernel with one set of constants."""
     items = tuple(constants.items())
@@ -142,6 +157,25 @@ class Modules:
         )
         if status[0]:
             checked(status, f"{self._context.name}: launch of {key[0]}")
+
+    def prepared(
+        self,
+        state: StreamState,
+        key: Key,
+        shape: tuple[Grid, Grid, int],
+        cluster: int,
+        follows: bool,
+    ) -> Prepared:
+        """A launch to be made again. ``shape``: grid, block, and bytes of shared memory."""
+        function = self.function(key)
+        self._ask_for_shared(function, key, shape[2])
+        config = self._context.driver.CUlaunchConfig()
+        config.hStream = state.handle
+        self._set_attributes(config, cluster, follows)
+        config.gridDimX, config.gridDimY, config.gridDimZ = shape[0]
+        config.blockDimX, config.blockDimY, config.blockDimZ = shape[1]
+        config.sharedMemBytes = shape[2]
+        return Prepared(self._context, key[0], config, function.handle)
 
     def _ask_for_shared(self, function: _Function, key: Key, shared_bytes: int) -> None:
         if shared_bytes <= function.shared_bytes:

@@ -48,7 +48,7 @@ def make_reachable(
     cannot reach, and for memory that is not aligned to its items. ``upload`` None: nothing may be
     copied, since a graph would read the copy at every launch. The context must be current.
     """
-    if all(map(_is_reachable, tensors_of(work, []))):
+    if is_reachable(work):
         return work
     changes: dict[str, Tensor] = {}
     for what, tensor in named_tensors(work):
@@ -69,6 +69,11 @@ def make_reachable(
         strides = contiguous_strides(tensor.shape, item)
         changes[what] = Tensor(upload(array), tensor.shape, strides, tensor.dtype, True, owner)
     return replace(work, **changes) if changes else work  # type: ignore[type-var]
+
+
+def is_reachable(work: object) -> bool:
+    """Whether all tensors of a record are aligned, and of the GPU or pinned by the device."""
+    return all(map(_is_reachable, tensors_of(work, [])))
 
 
 def _is_reachable(tensor: Tensor) -> bool:

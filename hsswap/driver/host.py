@@ -8,7 +8,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
+
+import numpy as np
 
 from hsswap.config import SPAN_TOKENS
 from hsswap.driver import (
@@ -22,7 +25,7 @@ from hsswap.driver import (
     host_select,
     round_checks,
 )
-from hsswap.driver.base import Buffer, Device, Stream
+from hsswap.driver.base import AttendAgain, Buffer, Device, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
@@ -44,6 +47,7 @@ from hsswap.driver.operations import (
 from hsswap.driver.preparing import PrepareWork
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.rounds_base import RoundKernels
+from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError, ClosedError
 
 W = TypeVar("W")
@@ -134,6 +138,10 @@ class HostDevice(Device):
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """See :class:`AttendWork`."""
         self._enqueue(stream, "attend", checks.attend, host_attention.attend, work)
+
+    def attend_again(self, stream: Stream, work: AttendWork) -> AttendAgain | None:
+        """See :meth:`Device.attend_again`."""
+        return None if work.end is None else _Again(self, stream, work, work.end)
 
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
         """See :class:`FinalizeWork`."""
@@ -247,3 +255,19 @@ def _handle_number(handle: object) -> int:
         f"a stream handle is a {type(handle).__name__}; an int, a Stream of this device or an "
         "object with __cuda_stream__ is needed"
     )
+
+
+class _Again(AttendAgain):
+    """The call itself."""
+
+    def __init__(
+        self, device: HostDevice, stream: Stream, work: AttendWork, end: FinalizeWork
+    ) -> None:
+        self._device, self._stream, self._work, self._end = device, stream, work, end
+
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
+        end = replace(self._end, out=out)
+        lengths = np.array([length], np.int64)
+        self._device.attend(
+            self._stream, replace(self._work, queries=queries, lengths=lengths, end=end)
+        )

@@ -1,0 +1,139 @@
+"""An attend that is made again and again: launches prepared once, three numbers set by each call.
+
+Packing parameters, choosing kernels and checking what was checked before takes five times as long
+as the launches themselves, and longer than the GPU takes for 32,768 tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsswap.driver import checks
+from hsswap.driver.base import AttendAgain, Stream
+from hsswap.driver.cuda_attention import enqueue_attend
+from hsswap.driver.cuda_attention_params import ATTEND_BYTES, LENGTH_AT, OUT_AT, QUERIES_AT
+from hsswap.driver.cuda_modules import Prepared, key_of
+from hsswap.driver.cuda_reach import is_reachable
+from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_stream import CudaStream
+from hsswap.driver.operations import AttendWork
+from hsswap.driver.tensor import Tensor
+
+if TYPE_CHECKING:
+    from hsswap.driver.cuda import CudaDevice
+
+_ADDRESS, _LENGTH = struct.Struct("<Q"), struct.Struct("<i")
+
+
+class NotAgainError(Exception):
+    """A call needs more than launches: lists that are made anew each time."""
+
+
+class Listener:
+    """A :class:`Launcher` that prepares what it is told to launch."""
+
+    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+        self.compute_capability = device.compute_capability
+        self.sm_count = device.sm_count
+        self.shared_bytes_limit = device.shared_bytes_limit
+        self.arch = device.arch
+        self.max_active_clusters = device.max_active_clusters
+        self.prepared: list[Prepared] = []
+        self.params = b""
+        self._device, self._stream = device, stream
+
+    def launch(
+        self,
+        stream: Stream,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        grid: Grid,
+        block: Grid,
+        shared_bytes: int,
+        params: bytes,
+        *,
+        cluster: int = 1,
+        follows: bool = False,
+    ) -> None:
+        """Prepare it. All launches must have the same parameters."""
+        if len(params) != ATTEND_BYTES or (self.prepared and params != self.params):
+            raise NotAgainError
+        self.params = params
+        key = key_of(kernel, constants)
+        shape = (grid, block, shared_bytes)
+        self.prepared.append(
+            self._device.prepared(self._stream, key, shape, cluster=cluster, follows=follows)
+        )
+
+    def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
+        """Lists go through a ring, whose places are used again."""
+        raise NotAgainError
+
+    def keep(self, stream: Stream, name: str, array: NDArray[Any]) -> int:
+        """As above."""
+        raise NotAgainError
+
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """Is no launch."""
+        raise NotAgainError
+
+    def workspace(self, stream: Stream, nbytes: int) -> int:
+        """The stream's: one that it outgrows stays until the stream closes."""
+        return self._device.workspace(stream, nbytes)
+
+
+class CudaAgain(AttendAgain):
+    """See :class:`AttendAgain`; :func:`attend_again` makes them."""
+
+    def __init__(
+        self, device: CudaDevice, stream: CudaStream, work: AttendWork, listener: Listener
+    ) -> None:
+        self._device, self._stream, self._work = device, stream, work
+        self._params = ctypes.create_string_buffer(listener.params, ATTEND_BYTES)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
+        self._arguments = ctypes.addressof(self._pointers)
+        self._launches = listener.prepared
+
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
+        """See :class:`AttendAgain`."""
+        state, context = self._stream.state, self._device.context
+        self._device.check_open()
+        with state.lock, context:
+            captured = state.captures.look()
+            if not captured:
+                params = self._params
+                _ADDRESS.pack_into(params, QUERIES_AT, queries.address)
+                _ADDRESS.pack_into(params, OUT_AT, out.address)
+                _LENGTH.pack_into(params, LENGTH_AT, length)
+                for launch in self._launches:
+                    launch(self._arguments)
+                state.hold((queries, out))
+        if captured:  # with memory of its own
+            work, end = self._work, self._work.end
+            assert end is not None
+            lengths = np.array([length], np.int64)
+            end = replace(end, out=out)
+            self._device.attend(
+                self._stream, replace(work, queries=queries, lengths=lengths, end=end)
+            )
+
+
+def attend_again(device: CudaDevice, stream: CudaStream, work: AttendWork) -> CudaAgain | None:
+    """See ``Device.attend_again``. The stream's lock is held, the context current."""
+    work = checks.attend(work)
+    if work.end is None or not is_reachable(work) or stream.state.captures.look():
+        return None
+    listener = Listener(device, stream)
+    taken: Launcher = listener
+    try:
+        enqueue_attend(taken, stream, work, work.end)
+    except NotAgainError:
+        return None
+    return CudaAgain(device, stream, work, listener) if listener.prepared else None
