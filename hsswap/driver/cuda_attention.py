@@ -231,8 +231,16 @@ def _launch_wide(
     grid, block = Grid(tiles, shape.pairs), Grid(WIDE_THREADS)
     constants = span_constants(group, 16)
     device.launch(stream, "attend_wide", constants, grid, block, WIDE_SHARED_BYTES, maps)
-    # What it leaves, of the same parameters.
-    _launch_tile(device, stream, work, shape, 1, params)
+    if not _all_seen(work, shape):  # what it leaves, of the same parameters
+        _launch_tile(device, stream, work, shape, 1, params)
+
+
+def _all_seen(work: AttendWork, shape: Shape) -> bool:
+    """Whether every row is known to see every token: then attend_wide leaves nothing."""
+    if isinstance(work.lengths, Tensor):
+        return False
+    first_row_sees = int(work.lengths.min()) + work.added_tokens - (shape.rows - 1)
+    return 16 * (work.first_block + shape.entries) <= first_row_sees
 
 
 def _tile_bytes(group: LayerGroup) -> tuple[int, int]:

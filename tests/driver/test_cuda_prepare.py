@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -149,6 +150,15 @@ def check(chip: Listening, prepared: PrepareWork, work: AttendWork) -> None:
 def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """What describes a pool to attend_wide asks the driver's library."""
     monkeypatch.setattr(cuda_attention, "tensor_map", lambda *numbers: bytes(128))
+
+
+@pytest.mark.parametrize(("length", "rest"), [(4096 + 99, False), (4096 + 98, True), (4000, True)])
+def test_what_every_row_sees_leaves_nothing_to_the_second_kernel(length: int, rest: bool) -> None:
+    chip = Listening(HOPPER)
+    work = attend_work(LLAMA, 16, (1, 100, 256), ranked=False, skip_bytes=0)
+    enqueue_attend(chip, None, replace(work, lengths=np.array([length], np.int64)))  # type: ignore[arg-type]
+    names = {cast(Any, key)[0] for key in chip.launched}
+    assert names == ({"attend_wide", "attend_tile"} if rest else {"attend_wide"})
 
 
 @pytest.mark.parametrize("facts", [HOPPER, AMPERE, SMALL], ids=["hopper", "ampere", "small"])
