@@ -31,7 +31,7 @@ class StaticLauncher:
         self._torch = torch
         self._uploads: dict[tuple[int, bytes], Any] = {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self.launch = device.launch
+        self.launch, self.start = device.launch, device.start
         self.copy = device.copy
         self.max_active_clusters = device.max_active_clusters
         self.arch = device.arch

@@ -34,11 +34,11 @@ from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import EventPool, Waiter
 from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
-from hsswap.driver.cuda_modules import Key, Modules, Prepared, key_of
+from hsswap.driver.cuda_modules import Modules, Prepared, key_of
 from hsswap.driver.cuda_prepare import kernels_of
 from hsswap.driver.cuda_reach import make_reachable
 from hsswap.driver.cuda_rounds import CudaRounds
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Grid, Launch, Launcher
 from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
 from hsswap.driver.nvrtc import Compiler
 from hsswap.driver.operations import (
@@ -71,7 +71,7 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if compute_capability == (9, 0) else "")
 
 
-class CudaDevice(Device):
+class CudaDevice(Device, Launcher):
     """GPU ``ordinal``, see :class:`Device` and, for launch code, :class:`Launcher`.
 
     Every method may be called from any thread. Closing waits for the streams made here and for what
@@ -198,17 +198,9 @@ class CudaDevice(Device):
         with state.lock, self.context:
             return cuda_again.attend_again(self, cast(CudaStream, stream), work)
 
-    def prepared(
-        self,
-        stream: CudaStream,
-        key: Key,
-        shape: tuple[Grid, Grid, int],
-        *,
-        cluster: int,
-        follows: bool,
-    ) -> Prepared:
+    def prepared(self, stream: CudaStream, launch: Launch) -> Prepared:
         """See :meth:`Modules.prepared`."""
-        return self._modules.prepared(stream.state, key, shape, cluster, follows)
+        return self._modules.prepared(stream.state, launch)
 
     def finalize(self, stream: Stream, work: FinalizeWork) -> None:
         """See :class:`FinalizeWork`."""
@@ -302,23 +294,10 @@ class CudaDevice(Device):
 
     # --- what launch code uses (cuda_seam.Launcher)
 
-    def launch(
-        self,
-        stream: Stream,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        grid: Grid,
-        block: Grid,
-        shared_bytes: int,
-        params: bytes,
-        *,
-        cluster: int = 1,
-        follows: bool = False,
-    ) -> None:
+    def start(self, stream: Stream, launch: Launch) -> None:
         """See :meth:`Launcher.launch`."""
-        state = cast(CudaStream, stream).state  # launch code passes on the stream it was given
-        key = key_of(kernel, constants)
-        self._modules.launch(state, key, grid, block, shared_bytes, params, cluster, follows)
+        # Launch code passes on the stream it was given.
+        self._modules.launch(cast(CudaStream, stream).state, launch)
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """See :meth:`Launcher.upload`."""

@@ -19,9 +19,9 @@ from hsswap.driver import checks
 from hsswap.driver.base import AttendAgain, Stream
 from hsswap.driver.cuda_attention import enqueue_attend
 from hsswap.driver.cuda_attention_params import ATTEND_BYTES, LENGTH_AT, OUT_AT, QUERIES_AT
-from hsswap.driver.cuda_modules import Prepared, key_of
+from hsswap.driver.cuda_modules import Prepared
 from hsswap.driver.cuda_reach import is_reachable
-from hsswap.driver.cuda_seam import Grid, Launcher
+from hsswap.driver.cuda_seam import Grid, Launch, Launcher
 from hsswap.driver.cuda_stream import CudaStream
 from hsswap.driver.operations import AttendWork
 from hsswap.driver.tensor import Tensor
@@ -36,41 +36,24 @@ class NotAgainError(Exception):
     """A call needs more than launches: lists that are made anew each time."""
 
 
-class Listener:
-    """A :class:`Launcher` that prepares what it is told to launch."""
+class Listener(Launcher):
+    """Prepares what it is told to launch."""
 
     def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
         self.compute_capability = device.compute_capability
         self.sm_count = device.sm_count
         self.shared_bytes_limit = device.shared_bytes_limit
         self.arch = device.arch
-        self.max_active_clusters = device.max_active_clusters
         self.prepared: list[Prepared] = []
         self.params = b""
         self._device, self._stream = device, stream
 
-    def launch(
-        self,
-        stream: Stream,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        grid: Grid,
-        block: Grid,
-        shared_bytes: int,
-        params: bytes,
-        *,
-        cluster: int = 1,
-        follows: bool = False,
-    ) -> None:
+    def start(self, stream: Stream, launch: Launch) -> None:
         """Prepare it. All launches must have the same parameters."""
-        if len(params) != ATTEND_BYTES or (self.prepared and params != self.params):
+        if len(launch.params) != ATTEND_BYTES or (self.prepared and launch.params != self.params):
             raise NotAgainError
-        self.params = params
-        key = key_of(kernel, constants)
-        shape = (grid, block, shared_bytes)
-        self.prepared.append(
-            self._device.prepared(self._stream, key, shape, cluster=cluster, follows=follows)
-        )
+        self.params = launch.params
+        self.prepared.append(self._device.prepared(self._stream, launch))
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Lists go through a ring, whose places are used again."""
@@ -83,6 +66,17 @@ class Listener:
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
         """Is no launch."""
         raise NotAgainError
+
+    def max_active_clusters(
+        self,
+        kernel: str,
+        constants: Mapping[str, int | str],
+        block: Grid,
+        shared_bytes: int,
+        cluster: int,
+    ) -> int:
+        """The device's."""
+        return self._device.max_active_clusters(kernel, constants, block, shared_bytes, cluster)
 
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """The stream's: one that it outgrows stays until the stream closes."""
@@ -131,9 +125,8 @@ def attend_again(device: CudaDevice, stream: CudaStream, work: AttendWork) -> Cu
     if work.end is None or not is_reachable(work) or stream.state.captures.look():
         return None
     listener = Listener(device, stream)
-    taken: Launcher = listener
     try:
-        enqueue_attend(taken, stream, work, work.end)
+        enqueue_attend(listener, stream, work, work.end)
     except NotAgainError:
         return None
     return CudaAgain(device, stream, work, listener) if listener.prepared else None

@@ -11,7 +11,7 @@ from typing import Any
 from hsswap import ptx
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import checked
-from hsswap.driver.cuda_seam import Grid
+from hsswap.driver.cuda_seam import Grid, Launch
 from hsswap.driver.cuda_stream import PARAM_BYTES, StreamState
 from hsswap.driver.nvrtc import Compiler
 from hsswap.errors import DeviceError
@@ -120,62 +120,50 @@ class Modules:
         static_bytes = int(checked(driver.cuFuncGetAttribute(kind, handle), what))
         return _Function(handle, int(param_bytes), SHARED_BYTES - static_bytes)
 
-    def launch(
-        self,
-        state: StreamState,
-        key: Key,
-        grid: Grid,
-        block: Grid,
-        shared_bytes: int,
-        params: bytes,
-        cluster: int,
-        follows: bool,
-    ) -> None:
+    def launch(self, state: StreamState, launch: Launch) -> None:
         """See ``Launcher.launch``; the stream's lock is held."""
+        kernel, constants, grid, block, shared_bytes, params, cluster, follows = launch
         if not (grid.x and grid.y and grid.z):
             return
+        key = key_of(kernel, constants)
         function = self.function(key)
         if len(params) != function.param_bytes or len(params) > PARAM_BYTES:
             raise DeviceError(
-                f"kernel {key[0]} takes {function.param_bytes} bytes of parameters, "
+                f"kernel {kernel} takes {function.param_bytes} bytes of parameters, "
                 f"{len(params)} were packed; report this"
             )
         self._ask_for_shared(function, key, shared_bytes)
         ctypes.memmove(state.params, params, len(params))
-        driver = self._context.driver
         config = state.configs.get((cluster, follows))
         if config is None:
-            config = driver.CUlaunchConfig()
-            config.hStream = state.handle
-            self._set_attributes(config, cluster, follows)
+            config = self._config(state, cluster, follows)
             state.configs[cluster, follows] = config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_bytes
-        status = driver.cuLaunchKernelEx(
+        status = self._context.driver.cuLaunchKernelEx(
             config, function.handle, ctypes.addressof(state.param_list), 0
         )
         if status[0]:
-            checked(status, f"{self._context.name}: launch of {key[0]}")
+            checked(status, f"{self._context.name}: launch of {kernel}")
 
-    def prepared(
-        self,
-        state: StreamState,
-        key: Key,
-        shape: tuple[Grid, Grid, int],
-        cluster: int,
-        follows: bool,
-    ) -> Prepared:
-        """A launch to be made again. ``shape``: grid, block, and bytes of shared memory."""
+    def prepared(self, state: StreamState, launch: Launch) -> Prepared:
+        """The launch, to be made again with other parameters."""
+        key = key_of(launch.kernel, launch.constants)
         function = self.function(key)
-        self._ask_for_shared(function, key, shape[2])
+        self._ask_for_shared(function, key, launch.shared_bytes)
+        config = self._config(state, launch.cluster, launch.follows)
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared_bytes
+        return Prepared(self._context, launch.kernel, config, function.handle)
+
+    def _config(self, state: StreamState, cluster: int, follows: bool) -> Any:
+        """Of launches on a stream, without grid and blocks."""
         config = self._context.driver.CUlaunchConfig()
         config.hStream = state.handle
         self._set_attributes(config, cluster, follows)
-        config.gridDimX, config.gridDimY, config.gridDimZ = shape[0]
-        config.blockDimX, config.blockDimY, config.blockDimZ = shape[1]
-        config.sharedMemBytes = shape[2]
-        return Prepared(self._context, key[0], config, function.handle)
+        return config
 
     def _ask_for_shared(self, function: _Function, key: Key, shared_bytes: int) -> None:
         if shared_bytes <= function.shared_bytes:

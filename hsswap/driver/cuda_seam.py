@@ -45,6 +45,19 @@ def key_scales_at(group: LayerGroup, block_size: int) -> int:
     return block_size * (group.head_dim + group.value_dim)
 
 
+class Launch(NamedTuple):
+    """What :meth:`Launcher.launch` was asked for."""
+
+    kernel: str
+    constants: Mapping[str, int | str]
+    grid: Grid
+    block: Grid
+    shared_bytes: int
+    params: bytes
+    cluster: int
+    follows: bool
+
+
 class Chip(Protocol):
     """What the choice of kernels depends on, of a GPU."""
 
@@ -82,6 +95,11 @@ class Launcher(Chip, Protocol):
         it has ended, and waits for it itself (griddepcontrol.wait, sm_90 and newer). Raises
         DeviceError.
         """
+        what = kernel, constants, grid, block, shared_bytes, params
+        self.start(stream, Launch(*what, cluster=cluster, follows=follows))
+
+    def start(self, stream: Stream, launch: Launch) -> None:
+        """Do what :meth:`launch` was asked to."""
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Make an index array readable for the kernels that this stream launches next.

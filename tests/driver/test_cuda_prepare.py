@@ -20,7 +20,7 @@ from hsswap.driver.cuda_attention_decode import CLUSTERS, PORTABLE_CLUSTER
 from hsswap.driver.cuda_attention_params import unit_bytes_of
 from hsswap.driver.cuda_modules import key_of
 from hsswap.driver.cuda_prepare import kernels_of
-from hsswap.driver.cuda_seam import Grid
+from hsswap.driver.cuda_seam import Grid, Launch, Launcher
 from hsswap.driver.cuda_top_k import score, select
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import (
@@ -42,7 +42,7 @@ FP8 = LayerGroup(1, 32, 8, 128, kv_dtype="e4m3")
 HOPPER, AMPERE, SMALL = ((9, 0), 132, 232448), ((8, 0), 108, 166912), ((12, 0), 24, 101376)
 
 
-class Listening:
+class Listening(Launcher):
     """A GPU of the facts given that notes what is launched on it."""
 
     def __init__(self, facts: tuple[tuple[int, int], int, int], clusters: int = 0) -> None:
@@ -51,21 +51,9 @@ class Listening:
         self.clusters = clusters
         self.launched: set[object] = set()
 
-    def launch(
-        self,
-        stream: Stream,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        grid: Grid,
-        block: Grid,
-        shared_bytes: int,
-        params: bytes,
-        *,
-        cluster: int = 1,
-        follows: bool = False,
-    ) -> None:
+    def start(self, stream: Stream, launch: Launch) -> None:
         """Note it."""
-        self.launched.add(key_of(kernel, constants))
+        self.launched.add(key_of(launch.kernel, launch.constants))
 
     def max_active_clusters(
         self,
