@@ -34,12 +34,17 @@ class Repeated:
     out: Tensor
     again: AttendAgain
 
-    def suits(self, cache: LayerCache, stream: Stream) -> bool:
+    def is_on(self, swap: SwapState, given: object) -> bool:
+        """Whether a caller's stream is the one of the call."""
+        if type(given) is int:
+            return given == self.stream.handle and not getattr(self.stream, "closed", False)
+        return swap.stream_of(given) is self.stream
+
+    def suits(self, cache: LayerCache) -> bool:
         """Whether the layer is as it was then, but for tokens in its last block."""
         residents = cache.residents
         return (
-            stream is self.stream
-            and -(-cache.length // cache.pool.block_size) == self.blocks
+            -(-cache.length // cache.pool.block_size) == self.blocks
             and cache.is_resident()
             and residents is not None
             and residents.entries is self.entries
@@ -73,7 +78,7 @@ def remember(swap: SwapState, query: Query, work: AttendWork) -> None:
     entries, on_device = residents.entries, cache.pool.device_memory.on_device
     if entries is None or not query.queries.on_device == query.out.on_device == on_device:
         return
-    if known is not None and known.suits(cache, query.stream):
+    if known is not None and known.stream is query.stream and known.suits(cache):
         return
     group = cache.pool.group
     buffer = swap.scratch_of(query.stream, state_bytes(group, 1))

@@ -242,20 +242,19 @@ class Sequence(LookingAhead):
         known = cache.repeated
         if known is None or self.top_k is not None or swap.prefetcher.has_plan(self.number):
             return None
-        raw_stream = swap.stream_of(stream)
         following = self._layers[(layer + 1) % len(self._layers)]
-        if not known.suits(cache, raw_stream) or not following.is_resident():
+        if not known.suits(cache) or not following.is_resident():
             return None
         taken = known.taken(cache, given)
-        if taken is None:
+        if taken is None or not known.is_on(swap, stream) or not self._follows(known.stream):
             return None
-        with self._ordered(raw_stream) as work:
-            known.again(taken[0].as_batch(), taken[1].as_batch(), cache.length)
-            work.event = raw_stream.record()
+        self._unrecorded = known.stream
+        event = known.again(*taken, cache.length)
+        self._last, self._unrecorded = (known.stream, event), None
         swap.counters.attends += 1
         swap.counters.device_hits += known.blocks
         nothing = np.zeros(cache.pool.group.kv_heads, np.float32)
-        return AttendResult(given.out, work.event, nothing)
+        return AttendResult(given.out, event, nothing)
 
     def _show(self, query: Query) -> None:
         """Let calibration see what a top-k sequence asks; outputs do not depend on it."""

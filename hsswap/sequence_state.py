@@ -221,6 +221,10 @@ class SequenceState:
             self._unrecorded = stream
             self._record_rest(work.event)
 
+    def _follows(self, stream: Stream) -> bool:
+        """Whether the sequence's last work is on this stream, with an event behind it."""
+        return self._last is not None and self._last[0] is stream and self._unrecorded is None
+
     def _record_rest(self, event: Event | None = None) -> None:
         """An event behind what was enqueued last, if there is none yet: the queue may be full."""
         stream = self._unrecorded

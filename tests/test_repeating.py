@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hsswap import HighSpeedSwap, Sequence
-from hsswap.driver.base import AttendAgain, Stream
+from hsswap.driver.base import AttendAgain, Event, Stream
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import AttendWork
 from hsswap.driver.tensor import Tensor
@@ -39,9 +39,9 @@ class _Counted(AttendAgain):
     def __init__(self, device: Counting, again: AttendAgain) -> None:
         self._device, self._again = device, again
 
-    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> Event:
         self._device.repeats += 1
-        self._again(queries, out, length)
+        return self._again(queries, out, length)
 
 
 @pytest.fixture(scope="module")

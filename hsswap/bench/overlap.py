@@ -212,9 +212,10 @@ class _Bench:
     async def call(self) -> list[Row]:
         """O2: the public call with everything resident."""
         async with self._resident() as (swap, sequence, queries, out):
+            stream = self.lab.stream  # an engine has its stream's handle at hand
 
             def enqueue() -> Any:
-                result = sequence.try_attend(0, queries, out, stream=self.lab.stream)
+                result = sequence.try_attend(0, queries, out, stream=stream)
                 assert result is not None  # everything is resident
                 return result
 

@@ -184,9 +184,12 @@ class AttendAgain(ABC):
     """A call of :meth:`Device.attend` that is made again. It keeps the records of the first."""
 
     @abstractmethod
-    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
-        """Enqueue it with these: like the first ones in all but their addresses, which the device
-        reaches, and with no more entries. The caller sees to it: nothing is checked again.
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> Event:
+        """Enqueue it; returns an event behind it.
+
+        ``queries`` ``[1, Q, dk]`` and ``out`` ``[1, Q, dv]`` are like the first ones in all but
+        their addresses, which the device reaches, and ``length`` needs no more entries. The caller
+        sees to it: nothing is checked again. Raises CaptureError during a capture.
         """
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.driver import checks
-from hsswap.driver.base import AttendAgain, Stream
+from hsswap.driver.base import AttendAgain, Event, Stream
 from hsswap.driver.cuda_attention import enqueue_attend
 from hsswap.driver.cuda_attention_params import ATTEND_BYTES, LENGTH_AT, OUT_AT, QUERIES_AT
 from hsswap.driver.cuda_modules import Prepared
@@ -89,34 +87,28 @@ class CudaAgain(AttendAgain):
     def __init__(
         self, device: CudaDevice, stream: CudaStream, work: AttendWork, listener: Listener
     ) -> None:
-        self._device, self._stream, self._work = device, stream, work
+        self._device, self._stream = device, stream
+        self._kept = work  # what the parameters point to
         self._params = ctypes.create_string_buffer(listener.params, ATTEND_BYTES)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._arguments = ctypes.addressof(self._pointers)
         self._launches = listener.prepared
 
-    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
-        """See :class:`AttendAgain`."""
-        state, context = self._stream.state, self._device.context
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> Event:
+        """See :class:`AttendAgain`. Raises CaptureError during a capture, which has no events."""
+        stream = self._stream
+        state = stream.state
         self._device.check_open()
-        with state.lock, context:
-            captured = state.captures.look()
-            if not captured:
-                params = self._params
-                _ADDRESS.pack_into(params, QUERIES_AT, queries.address)
-                _ADDRESS.pack_into(params, OUT_AT, out.address)
-                _LENGTH.pack_into(params, LENGTH_AT, length)
-                for launch in self._launches:
-                    launch(self._arguments)
-                state.hold((queries, out))
-        if captured:  # with memory of its own
-            work, end = self._work, self._work.end
-            assert end is not None
-            lengths = np.array([length], np.int64)
-            end = replace(end, out=out)
-            self._device.attend(
-                self._stream, replace(work, queries=queries, lengths=lengths, end=end)
-            )
+        with state.lock, self._device.context:
+            state.captures.refuse("events are recorded")
+            params = self._params
+            _ADDRESS.pack_into(params, QUERIES_AT, queries.address)
+            _ADDRESS.pack_into(params, OUT_AT, out.address)
+            _LENGTH.pack_into(params, LENGTH_AT, length)
+            for launch in self._launches:
+                launch(self._arguments)
+            state.hold((queries, out))
+            return stream.mark()
 
 
 def attend_again(device: CudaDevice, stream: CudaStream, work: AttendWork) -> CudaAgain | None:

@@ -309,8 +309,12 @@ class CudaStream(Stream):
         shared = state.shared
         with state.lock, shared.context:
             state.captures.refuse("events are recorded")
-            event = state.mark()
-        return CudaEvent(shared.context, event, shared.waiter, state.wakes)
+            return self.mark()
+
+    def mark(self) -> Event:
+        """The same where the stream's lock is held, the context current and nothing captured."""
+        state, shared = self.state, self.state.shared
+        return CudaEvent(shared.context, state.mark(), shared.waiter, state.wakes)
 
     def wait_for(self, event: Event) -> None:
         """Let later work run only after ``event``, one of any stream of this process' GPUs.

@@ -25,7 +25,7 @@ from hsswap.driver import (
     host_select,
     round_checks,
 )
-from hsswap.driver.base import AttendAgain, Buffer, Device, Stream
+from hsswap.driver.base import AttendAgain, Buffer, Device, Event, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
@@ -265,9 +265,12 @@ class _Again(AttendAgain):
     ) -> None:
         self._device, self._stream, self._work, self._end = device, stream, work, end
 
-    def __call__(self, queries: Tensor, out: Tensor, length: int) -> None:
-        end = replace(self._end, out=out)
-        lengths = np.array([length], np.int64)
-        self._device.attend(
-            self._stream, replace(self._work, queries=queries, lengths=lengths, end=end)
+    def __call__(self, queries: Tensor, out: Tensor, length: int) -> Event:
+        work = replace(
+            self._work,
+            queries=queries.as_batch(),
+            lengths=np.array([length], np.int64),
+            end=replace(self._end, out=out.as_batch()),
         )
+        self._device.attend(self._stream, work)
+        return self._stream.record()

@@ -26,7 +26,7 @@ from hsswap.driver.cuda_stream import CudaStream
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork, UnitPool
 from hsswap.driver.tensor import Tensor
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, CaptureError
 from tests.driver.fake_driver import FakeContext
 from tests.driver.rig import NAN_CODE, Cache, Rig, random_codes
 
@@ -75,9 +75,9 @@ def test_a_call_made_again_has_the_bits_of_a_new_one(
     assert (first.end.out.array() == NAN_CODE).all()  # nothing was enqueued
     for length in (tokens, tokens - 15, tokens - 3, tokens):
         queries = random_codes(rng, shape)
-        out = rig.tensor(np.full((*shape[:3], group.value_dim), NAN_CODE, np.uint16))
-        again(rig.tensor(queries), out, length)
-        rig.stream.synchronize()
+        out = rig.tensor(np.full((1, group.q_heads, group.value_dim), NAN_CODE, np.uint16))
+        event = again(rig.tensor(queries[0]), out, length)
+        event.synchronize()
         wanted = rig.attend(cache, queries, [length], span_blocks=SPAN // 16, fused=True)
         assert out.array().tobytes() == wanted.out.tobytes()
 
@@ -97,7 +97,6 @@ class Noting:
         self.compute_capability, self.sm_count, self.shared_bytes_limit = (9, 0), 132, 232448
         self.arch = "sm_90a"
         self.launched: list[bytes] = []
-        self.attended: list[AttendWork] = []
 
     def check_open(self) -> None:
         """It is."""
@@ -119,10 +118,6 @@ class Noting:
             self.launched.append(ctypes.string_at(address, ATTEND_BYTES))
 
         return launch
-
-    def attend(self, stream: object, work: AttendWork) -> None:
-        """Noted."""
-        self.attended.append(work)
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
@@ -154,9 +149,9 @@ def gpu_work(rig: Rig, tokens: int) -> AttendWork:
 def stream_and_held(*, captured: bool) -> tuple[CudaStream, list[object]]:
     """A stream that keeps what it is to hold."""
     held: list[object] = []
-    captures = SimpleNamespace(look=lambda: captured)
+    captures = SimpleNamespace(look=lambda: captured, refuse=lambda _: None)
     state = SimpleNamespace(lock=threading.RLock(), captures=captures, hold=held.append)
-    return cast(CudaStream, SimpleNamespace(state=state)), held
+    return cast(CudaStream, SimpleNamespace(state=state, mark=lambda: "event")), held
 
 
 @pytest.fixture
@@ -175,7 +170,8 @@ def test_three_numbers_are_set(host_rig: Rig, tokens: int) -> None:
     assert again is not None
     shape = Shape.of(work)
     queries, out = (on_gpu(host_rig.tensor(np.zeros((1, 1, 32, 128), np.uint16))) for _ in "ab")
-    again(queries, out, tokens - 5)
+    event: object = again(queries, out, tokens - 5)
+    assert event == "event"
     assert held == [(queries, out)]
     assert work.end is not None
     for params in device.launched:
@@ -191,15 +187,21 @@ def test_three_numbers_are_set(host_rig: Rig, tokens: int) -> None:
     assert len({QUERIES_AT, OUT_AT, LENGTH_AT}) == 3
 
 
-def test_in_a_capture_the_call_is_made_anew(host_rig: Rig) -> None:
+def test_no_call_is_kept_or_made_again_during_a_capture(host_rig: Rig) -> None:
     device, work = Noting(), gpu_work(host_rig, 320)
-    stream, _ = stream_and_held(captured=False)
+    stream, held = stream_and_held(captured=False)
     again = attend_again(cast(CudaDevice, device), stream, work)
     assert again is not None
-    cast(Any, stream.state.captures).look = lambda: True
-    again(work.queries, on_gpu(host_rig.tensor(np.zeros((1, 1, 32, 128), np.uint16))), 309)
+
+    def refuse(what: str) -> None:
+        raise CaptureError(what)
+
+    captures = cast(Any, stream.state.captures)
+    captures.look, captures.refuse = lambda: True, refuse
+    with pytest.raises(CaptureError):
+        again(work.queries, work.queries, 309)
     assert not device.launched
-    assert [int(cast(Any, asked.lengths)[0]) for asked in device.attended] == [309]
+    assert not held
     assert attend_again(cast(CudaDevice, device), stream, work) is None
 
 
