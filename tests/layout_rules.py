@@ -46,6 +46,7 @@ API = (
     "coding",
     "diagnostics",
     "exact",
+    "repeating",
     "forking",
     "late",
     "looking_ahead",
