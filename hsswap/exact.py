@@ -359,5 +359,5 @@ class ExactPass:
             end=self._end(state) if is_last else None,
         )
         self._device.attend(self._stream, work)
-        if isinstance(units, Tensor) and is_last and not tile.start and self._queries.shape[1] == 1:
+        if self._table is not None and not tile.start and self._queries.shape[1] == 1:
             self.whole = work

@@ -1,4 +1,4 @@
-"""A row over a layer that is all in device slots, attended again: what a decode loop does.
+"""A row over a layer that is all in memory, attended again: what a decode loop does.
 
 Of one token and the next only the arrays and the length are new, until a block more begins. So the
 call is kept as the device prepared it, in place of being checked, packed and planned each time.
@@ -13,6 +13,7 @@ from hsswap.driver.base import AttendAgain, Stream
 from hsswap.driver.operations import AttendWork, FinalizeWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.pools import state_bytes, state_in
+from hsswap.tiers import I64
 
 if TYPE_CHECKING:
     from hsswap.arguments import Given
@@ -40,15 +41,16 @@ class Repeated:
             return given == self.stream.handle and not getattr(self.stream, "closed", False)
         return swap.stream_of(given) is self.stream
 
-    def suits(self, cache: LayerCache) -> bool:
+    def suits(self, cache: LayerCache, indices: I64) -> bool:
         """Whether the layer is as it was then, but for tokens in its last block."""
-        residents = cache.residents
+        if -(-cache.length // cache.pool.block_size) != self.blocks:
+            return False
+        table = cache.settled(indices)
         return (
-            -(-cache.length // cache.pool.block_size) == self.blocks
-            and cache.is_resident()
-            and residents is not None
-            and residents.entries is self.entries
-            and not residents.left
+            table is not None
+            and table.is_whole
+            and table.entries is self.entries
+            and not table.left
         )
 
     def taken(self, cache: LayerCache, given: Given) -> tuple[Tensor, Tensor] | None:
@@ -72,13 +74,12 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def remember(swap: SwapState, query: Query, work: AttendWork) -> None:
     """Keep a call that attended a whole layer by one launch. Under the lock."""
     cache = query.cache
-    known, residents = cache.repeated, cache.residents
-    if query.lse is not None or query.sinks is not None or residents is None:
+    known, table = cache.repeated, cache.residents
+    if query.lse is not None or query.sinks is not None or table is None or table.entries is None:
         return
-    entries, on_device = residents.entries, cache.pool.device_memory.on_device
-    if entries is None or not query.queries.on_device == query.out.on_device == on_device:
+    if not query.queries.on_device == query.out.on_device == cache.pool.device_memory.on_device:
         return
-    if known is not None and known.stream is query.stream and known.suits(cache):
+    if known is not None and known.stream is query.stream and known.suits(cache, query.indices):
         return
     group = cache.pool.group
     buffer = swap.scratch_of(query.stream, state_bytes(group, 1))
@@ -88,4 +89,5 @@ def remember(swap: SwapState, query: Query, work: AttendWork) -> None:
     cache.repeated = None
     if again is not None:
         blocks = int(work.slots.shape[2])
-        cache.repeated = Repeated(query.stream, blocks, entries, query.queries, query.out, again)
+        arrays = query.queries, query.out
+        cache.repeated = Repeated(query.stream, blocks, table.entries, *arrays, again)

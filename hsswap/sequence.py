@@ -242,8 +242,11 @@ class Sequence(LookingAhead):
         known = cache.repeated
         if known is None or self.top_k is not None or swap.prefetcher.has_plan(self.number):
             return None
-        following = self._layers[(layer + 1) % len(self._layers)]
-        if not known.suits(cache) or not following.is_resident():
+        table, following = cache.residents, self._layers[(layer + 1) % len(self._layers)]
+        if table is None or not known.suits(cache, self._indices):
+            return None
+        ahead = following.settled(self._indices)
+        if ahead is None or not ahead.is_whole:
             return None
         taken = known.taken(cache, given)
         if taken is None or not known.is_on(swap, stream) or not self._follows(known.stream):
@@ -251,8 +254,10 @@ class Sequence(LookingAhead):
         self._unrecorded = known.stream
         event = known.again(*taken, cache.length)
         self._last, self._unrecorded = (known.stream, event), None
+        table.reader = event
         swap.counters.attends += 1
-        swap.counters.device_hits += known.blocks
+        swap.counters.device_hits += known.blocks - table.missing
+        swap.counters.host_hits += table.missing
         nothing = np.zeros(cache.pool.group.kv_heads, np.float32)
         return AttendResult(given.out, event, nothing)
 

@@ -170,7 +170,7 @@ async def test_wrong_arrays_are_refused_and_nothing_is_enqueued(case: Case) -> N
 async def test_a_layer_behind_it_that_is_not_resident_is_read_ahead(case: Case) -> None:
     """A call made again plans nothing; so it is not made where there is something to plan."""
     blocks = -(-TOKENS // 16)
-    config = replace(config_for(case, extra_device=blocks + 4, extra_host=3 * blocks))
+    config = replace(config_for(case, extra_device=blocks + 4))
     device = Counting()
     async with HighSpeedSwap.open(config, device=device) as swap, swap.sequence() as sequence:
         truth = await feed(sequence, case, [TOKENS])
