@@ -191,8 +191,7 @@ class UringIO(CountedIO):
         finally:
             self._in_turn = False
             if self._ended or self._ended_spans or self._moved or self._moved_spans:
-                # Bytes enough for this turn, or a hook that failed just now, or KeyboardInterrupt
-                # that came through an on_done.
+                # Enough for this turn, a hook that failed, or KeyboardInterrupt through an on_done.
                 self._turn_soon()
             self._tell_idle()
 
@@ -221,10 +220,13 @@ class UringIO(CountedIO):
         return count, verified_bytes
 
     def _verify_moved(self, count: int, verified_bytes: int) -> None:
-        """Run the hooks of what the drive is done with, as many as this turn may besides."""
+        """Run the hooks of what the drive is done with, as many as this turn may besides; a few in
+        any case, because spans might never cease.
+        """
         assert self._hooks is not None
         moved, long = self._moved, list[Transfer]()
-        for _ in range(min(len(moved), limits.TURN_TRANSFERS - count)):
+        most, first = limits.TURN_TRANSFERS, True
+        for _ in range(min(len(moved), max(most - count, most // 4))):
             transfer, error, nbytes = moved[0]
             verify = transfer.verify
             if verify is not None and error is None and transfer.operation is Operation.READ:
@@ -233,8 +235,9 @@ class UringIO(CountedIO):
                     moved.popleft()
                     continue
                 verified_bytes += nbytes
-                if verified_bytes > limits.TURN_BYTES:
+                if verified_bytes > limits.TURN_BYTES and not first:
                     break
+                first = False
                 error = run_hook(verify, transfer)
             moved.popleft()
             self._end(transfer, error, nbytes)

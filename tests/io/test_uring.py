@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +19,12 @@ from hypothesis import strategies as st
 
 from hsswap.errors import BlockIOError, ConfigError, HsswapError
 from hsswap.io import uring_abi as abi
-from hsswap.io.base import IOFile, Operation, Priority, Transfer
+from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
 from hsswap.io.problems import CameShort
 from hsswap.io.uring import UringIO
-from hsswap.io.uring_limits import TURN_BYTES
+from hsswap.io.uring_limits import TURN_BYTES, TURN_TRANSFERS
 from hsswap.io.uring_queue import ATTEMPTS, DriveQueue
 from hsswap.io.uring_ring import Entry, Ring, RingCalls, RingRefused
 from tests.io.support import PAGE, Pages, pattern
@@ -340,6 +341,67 @@ async def test_quick_hooks_run_on_the_loop_as_far_as_that_is_short(tmp_path: Pat
     assert await run(io, transfer(Operation.READ, file, Pages(1), ignore, **hooks)) == [None]
     assert threads[1] == here
     await io.close()
+
+
+class BurstRing(FakeRing):
+    """Nothing ends until the drive's queue is full; from then on all does, in the next turn."""
+
+    deferred = True
+    entries = 64
+
+    def __init__(self, entries: int, calls: RingCalls | None) -> None:
+        super().__init__(bytes(64 * PAGE), [])
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+        self.is_closed = False
+        self._was_full = False
+
+    def submit(self) -> int:
+        os.eventfd_write(self.event, 1)
+        return super().submit()
+
+    def reap(self) -> tuple[list[int], list[int]]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.event)
+        self._was_full |= len(self._ended) == self.entries
+        return super().reap() if self._was_full else ([], [])
+
+    def close(self) -> None:
+        if not self.is_closed:
+            os.close(self.event)
+        self.is_closed = True
+
+
+async def test_spans_without_end_do_not_keep_transfers_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hsswap.io.uring.Ring", BurstRing)
+    io = UringIO()
+    await io.start(tmp_path)
+    file = await io.create_file(tmp_path / "file", 64 * PAGE)
+    pages, collector, told = Pages(1), Collector(), 0
+
+    def again(reads: SpanReads, numbers: list[int], error: HsswapError | None) -> None:
+        nonlocal told
+        told += len(numbers)
+        if not collector.ended and told < 100 * TURN_TRANSFERS:
+            io.submit_spans(flood(len(numbers)))
+
+    def flood(count: int) -> SpanReads:
+        return SpanReads(
+            [file] * count, [0] * count, pages.addresses.tolist() * count, PAGE,
+            Priority.NEEDED, again, lambda reads, numbers: None,
+        )  # fmt: skip
+
+    one = transfer(Operation.READ, file, Pages(1), collector, verify=ignore_hook, quick=True)
+    io.submit([one])
+    io.submit_spans(flood(BurstRing.entries))
+    await collector.all(1)
+    assert told < 20 * TURN_TRANSFERS
+    await io.close()
+
+
+def ignore_hook(one: Transfer) -> None:
+    pass
 
 
 async def test_needed_reads_find_room_behind_much_prefetch(tmp_path: Path) -> None:
