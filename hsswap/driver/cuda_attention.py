@@ -162,8 +162,8 @@ def _make_up(device: Launcher, stream: Stream, work: FinalizeWork, left_out: Lef
     """Outputs again, with what stands in for the blocks that were not chosen."""
     q_heads, value_dim = work.out.shape[2:]
     heads, chosen_count = left_out.chosen.shape
-    strides = element_strides(left_out.predicted)
-    require(strides[1] == 1, "left_out.predicted is not contiguous along blocks")
+    row_bytes, block_bytes = left_out.predicted.strides
+    require(block_bytes == 4, "left_out.predicted is not contiguous along blocks")
     params = _MAKE_UP.pack(
         work.state.maximum.address,
         work.state.total.address,
@@ -175,7 +175,7 @@ def _make_up(device: Launcher, stream: Stream, work: FinalizeWork, left_out: Lef
         left_out.scale.address,
         left_out.value.address,
         *element_strides(work.out)[2:],
-        strides[0],
+        row_bytes // 4,
         left_out.predicted.shape[1],
         chosen_count,
         q_heads // heads,
