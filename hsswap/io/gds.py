@@ -39,10 +39,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from hsswap.errors import ArgumentError, ConfigError, HsswapError
-from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
+from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.gds_driver import Allocation, CudaDriver, GdsUnavailable
 from hsswap.io.gds_kvikio import (
@@ -58,8 +57,8 @@ from hsswap.io.gds_probe import Reason, missing_packages, why_no_gpudirect
 from hsswap.io.gds_spans import read_here, read_on_pool
 from hsswap.io.posix import PosixFile, PosixIO
 from hsswap.io.problems import ended_early
-from hsswap.io.threads import SPANS_TOGETHER, Job
-from hsswap.io.waiting import to_the_end, until_done
+from hsswap.io.threads import SPANS_TOGETHER
+from hsswap.io.waiting import to_the_end
 
 DEVICE_SPAN_LIMIT = 1 << 20
 """Checking spans costs a launch and a wait for the device, whatever their number and length."""
@@ -350,17 +349,8 @@ class GdsIO(PosixIO):
     # The end.
 
     async def _stop(self) -> None:
-        await to_the_end(self._give_back_elsewhere, super()._stop)
-
-    async def _give_back_elsewhere(self) -> None:
-        """Deregistering files and memory asks the kernel, so it is done on a thread."""
-        if not self._threads:
-            return
-        assert self._loop is not None
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs_in_flight += 1
-        self._push([(Priority.WRITE, Job(self._give_back, future))])
-        await until_done(future)
+        # Deregistering files and memory asks the kernel, so it is done on a thread.
+        await to_the_end(lambda: self._at_the_end(self._give_back), super()._stop)
 
     def _give_back(self) -> None:
         """Everything but the descriptors: files first, then memory, then cuFile and contexts."""

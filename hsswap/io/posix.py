@@ -23,6 +23,7 @@ from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
 from hsswap.io.problems import CameShort, ended_early, from_os_error, io_error
 from hsswap.io.threads import SPANS_TOGETHER, ThreadedIO
+from hsswap.io.waiting import to_the_end
 
 PROBE_NAME = "hsswap.probe"
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -118,9 +119,10 @@ class PosixIO(ThreadedIO):
         self._side_by_side &= self._direct  # else starting them is reading them
 
     async def _stop(self) -> None:
-        await super()._stop()
-        while self._aios:
-            self._aios.pop().close()
+        # The kernel takes 40 ms to give one back.
+        await to_the_end(
+            lambda: self._at_the_end(*(aio.close for aio in self._aios)), super()._stop
+        )
 
     @staticmethod
     def _open_probe(directory: Path) -> int:

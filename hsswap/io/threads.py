@@ -19,6 +19,7 @@ from hsswap.io.counted import CountedIO, Ended, EndedSpans
 from hsswap.io.deadlines import has_passed, too_late
 from hsswap.io.hooks import run_hook
 from hsswap.io.problems import unexpected
+from hsswap.io.waiting import until_done
 
 T = TypeVar("T")
 
@@ -261,6 +262,16 @@ class ThreadedIO(CountedIO):
             job.future.set_result(job.result)
         else:
             job.future.set_exception(error)
+
+    async def _at_the_end(self, *calls: Callable[[], object]) -> None:
+        """Run functions on the threads behind everything else: what may wait, of closing."""
+        assert self._loop is not None
+        futures = [self._loop.create_future() for _ in calls if self._threads]
+        self._jobs_in_flight += len(futures)
+        jobs = (Job(run, future) for run, future in zip(calls, futures, strict=False))
+        self._push([(Priority.WRITE, job) for job in jobs])
+        for future in futures:
+            await until_done(future)
 
     def _is_idle(self) -> bool:
         return self._in_flight == 0 and self._jobs_in_flight == 0

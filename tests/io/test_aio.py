@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,3 +117,28 @@ async def test_where_it_is_forbidden_spans_are_read_one_by_one(
         assert np.array_equal(pages.spans, content[:20])
     assert len(asked) <= 2  # a thread each
     await io.close()
+
+
+async def test_contexts_are_given_back_on_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    close = AioReads.close
+
+    def note(reads: AioReads) -> None:
+        given_back.append(threading.get_ident())
+        close(reads)
+
+    monkeypatch.setattr(AioReads, "close", note)
+    io = PosixIO(2)
+    await io.start(tmp_path)
+    if not io.direct:
+        pytest.skip("no direct I/O in the temporary folder")
+    file = await filled(io, tmp_path / "file", pattern(32, PAGE, 1))
+    for _ in range(3):
+        ends = Ends(64)
+        io.submit_spans(spans([file] * 64, [0] * 64, Pages(64), ends))
+        await ends.all()
+    await io.close()
+    assert 1 <= len(given_back) <= 2
+    assert threading.get_ident() not in given_back
