@@ -16,9 +16,10 @@ import numpy as np
 
 from hsswap import HighSpeedSwap, Sequence
 from hsswap.errors import BlockIOError, OutOfBlocks, OutOfSlots
-from hsswap.io.memory import Gate
+from hsswap.io.memory import Gate, MemoryIO
 from tests.branches import alone
-from tests.swap_cases import U16, Case
+from tests.places import Places
+from tests.swap_cases import U16, Case, config_for
 from tests.swap_watch import turns
 
 CALM = (BlockIOError, OutOfBlocks, OutOfSlots)
@@ -40,10 +41,27 @@ def rows_of_kind(kind: Kind, start: int, stop: int) -> list[int]:
     return [(first if n < cut else second) * MOST + n for n in range(start, stop)]
 
 
-async def truths(case: Case) -> dict[Kind, list[U16]]:
-    """The answers of every kind, alone."""
+async def truths(case: Case, device: str = "host") -> dict[Kind, list[U16]]:
+    """The answers of every kind, alone, with everything resident."""
     kinds = kinds_of(case.tokens // MOST)
-    return {kind: await alone(case, rows_of_kind(kind, 0, MOST)) for kind in kinds}
+    if device == "host":
+        return {kind: await alone(case, rows_of_kind(kind, 0, MOST)) for kind in kinds}
+    config = config_for(case, tile_tokens=1024, extra_device=200, sequences=1)
+    found = {}
+    async with HighSpeedSwap.open(replace(config, device=device), io=MemoryIO()) as swap:
+        places = Places(swap.device)
+        for kind in kinds:
+            rows, answers = rows_of_kind(kind, 0, MOST), []
+            async with swap.sequence() as sequence:
+                for layer in range(case.dims.layers):
+                    await sequence.append(layer, case.keys[layer][rows], case.values[layer][rows])
+                    queries, group = case.queries[layer][rows], case.dims.group(layer)
+                    out, array = places.new((MOST, group.q_heads, group.value_dim))
+                    await (await sequence.attend(layer, queries, out)).done()
+                    answers.append(array.copy())
+            found[kind] = answers
+        await asyncio.to_thread(places.close)
+    return found
 
 
 @dataclass(eq=False)
@@ -62,6 +80,7 @@ class Grower:
     case: Case
     right: Mapping[Kind, list[U16]]
     seed: int
+    places: Places
     calls: int = 0
     done: int = 0
     lines: list[Line] = field(default_factory=list)
@@ -140,13 +159,13 @@ class Grower:
             return
         queries = self.case.queries[layer][rows_of_kind(line.kind, end - rows, end)]
         wanted = self.right[line.kind][layer][end - rows : end]
-        out = np.full(wanted.shape, 0x7FC0, np.uint16)
+        out, answer = self.places.new(wanted.shape)
         result = sequence.try_attend(layer, queries, out) if self.pick(3) == 0 else None
         if result is None:
             result = await self.maybe_cancelled(sequence.attend(layer, queries, out))
         if result is not None:
             await result.done()
-            assert (out == wanted).all(), f"grower {self.seed}: a wrong answer of {line.kind}"
+            assert (answer == wanted).all(), f"grower {self.seed}: a wrong answer of {line.kind}"
             self.calls += 1
 
     async def ask_all(self) -> None:
@@ -159,14 +178,14 @@ class Grower:
         places = list(zip(lines, ends, strict=True))
         rows = [rows_of_kind(line.kind, end - 1, end)[0] for line, end in places]
         wanted = np.stack([self.right[line.kind][layer][end - 1] for line, end in places])
-        out = np.full(wanted.shape, 0x7FC0, np.uint16)
+        out, answer = self.places.new(wanted.shape)
         sequences = [line.sequence for line in lines]
         call = self.swap.attend_batch(layer, sequences, self.case.queries[layer][rows], out)
         results = await self.maybe_cancelled(call)
         for result in results or ():
             await result.done()
         if results is not None:
-            assert (out == wanted).all(), f"grower {self.seed}: a wrong answer of a batch"
+            assert (answer == wanted).all(), f"grower {self.seed}: a wrong answer of a batch"
             self.calls += len(results)
 
     async def cut(self, line: Line) -> None:
