@@ -292,7 +292,7 @@ class ExactPass:
             region = self._gather(loaded)
             slots = slots.copy()
             slots[missing] = region.slots[: len(missing)]
-            self._attend(tile, pool.slots.units(slots)[None], state)
+            self._attend(tile, pool.slots.table(slots), state)
             region.last_read = event = self._stream.record()
         self.next_tile += 1
         self.behind = event
@@ -318,7 +318,7 @@ class ExactPass:
         units = None if self._table is None else self._table.units(tile.start, tile.stop)
         if units is None:  # for many rows arrays are as good
             slots = self._cache.device_slot[tile.start : tile.stop]
-            return self._cache.pool.slots.units(slots)[None]
+            return self._cache.pool.slots.table(slots)
         return units
 
     def _gather(self, loaded: Loaded) -> RingRegion:

@@ -326,6 +326,13 @@ class DeviceSlots:
         """Return slots that no enqueued work reads any more."""
         self._free.extend(slots.tolist())
 
+    def table(self, slots: I32) -> I32:
+        """The same as ``[1, kv_heads, n]``, not to be changed: nobody has to copy it."""
+        heads = np.int32(len(self._heads))
+        table = slots[None, None, :] * heads + self._heads[None, :, None]
+        table.flags.writeable = False
+        return table
+
     def units(self, slots: I32) -> I32:
         """Unit slots ``[kv_heads, n]`` of block slots ``[n]``."""
         return slots[None, :] * np.int32(len(self._heads)) + self._heads[:, None]

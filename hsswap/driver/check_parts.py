@@ -135,10 +135,17 @@ def shape_of_rank(tensor: Tensor, rank: int, what: str) -> tuple[int, ...]:
     return tensor.shape
 
 
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy, or the array itself if nobody can change it."""
+    return array if array.base is None and not array.flags.writeable else array.copy()
+
+
 def checked_indices(
     given: NDArray[Any], shape: tuple[int, ...], below: int, what: str, *, lowest: int = 0
 ) -> I32:
-    """A copy of an int32 index array with every entry from ``lowest`` to ``below - 1``."""
+    """A copy of an int32 index array with every entry from ``lowest`` to ``below - 1``; the array
+    itself if nobody can change it.
+    """
     if not isinstance(given, np.ndarray) or given.dtype != np.int32:
         raise ArgumentError(f"{what} must be an int32 NumPy array")
     if given.shape != shape:
@@ -146,15 +153,15 @@ def checked_indices(
     if given.size <= FEW_INDICES:  # a call of NumPy costs as much as 50 numbers in Python
         numbers = given.ravel().tolist()
         if not numbers or (min(numbers) >= lowest and max(numbers) < below):
-            return given.copy()
+            return frozen(given)
     # As unsigned numbers negative ones are the largest: one pass instead of two.
     elif lowest == 0 and int(given.view(np.uint32).max()) < below:
-        return given.copy()
+        return frozen(given)
     if int(given.min()) < lowest or int(given.max()) >= below:
         raise ArgumentError(
             f"{what} holds {given.min()} to {given.max()}; {lowest} to {below - 1} is possible"
         )
-    return given.copy()
+    return frozen(given)
 
 
 def check_pool(pool: UnitPool | BlockPool, what: str) -> int:

@@ -19,6 +19,7 @@ from hsswap.driver.check_parts import (
     check_rows,
     check_tensor,
     checked_indices,
+    frozen,
     held_counters,
     held_table,
     require,
@@ -177,7 +178,7 @@ def _lengths(given: I64 | Tensor, sequences: int) -> I64 | Tensor:
     require(given.shape == (sequences,), f"lengths must have shape {(sequences,)}")
     least = given.item() if given.size == 1 else given.min(initial=0)
     require(least >= 0, "lengths cannot be negative")
-    return given if given.base is None and not given.flags.writeable else given.copy()
+    return frozen(given)
 
 
 def append_at(work: AppendAtWork) -> AppendAtWork:
