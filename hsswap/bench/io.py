@@ -112,6 +112,8 @@ class _Plan:
         self.backends = args.backends.split(",")
         if unknown := [name for name in self.backends if name not in BACKENDS]:
             raise ArgumentError(f"--backends {unknown[0]} is unknown; known: {', '.join(BACKENDS)}")
+        if set(self.backends) == {"memory"}:
+            raise ArgumentError("--backends memory: the plain readers need one with files, too")
         self.blocks_kib = _numbers(args.blocks, QUICK_KIB if args.quick else BLOCKS_KIB, "--blocks")
         self.depths = _numbers(args.depths, QUICK_DEPTHS if args.quick else DEPTHS, "--depths")
         names = [operation.value for operation in Operation]
@@ -247,9 +249,11 @@ async def _compare(
     depth: int,
     device: Device | None,
 ) -> list[Row]:
-    """One size, operation and depth: everybody in turn. The readers use the last store's files."""
+    """One size, operation and depth: everybody in turn. The readers use the files of the last store
+    that has some.
+    """
     block_bytes = stores[0].store.block_bytes(0)
-    files = stores[-1].files()
+    files = [made.files() for made in stores if made.files()][-1]
     arms: list[Arm] = []
     found: dict[tuple[str, str], list[Slice]] = {}
     try:

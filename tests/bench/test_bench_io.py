@@ -54,6 +54,7 @@ def test_sizes_that_no_block_has() -> None:
     ("arguments", "message"),
     [
         (("--backends", "posix,floppy"), "floppy is unknown; known: auto, posix"),
+        (("--backends", "memory"), "need one with files"),
         (("--operations", "erase"), "erase is unknown; known: read, write"),
         (("--blocks", "64,x"), "--blocks 64,x: positive numbers"),
         (("--depths", "0"), "--depths 0: positive numbers"),
