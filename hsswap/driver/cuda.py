@@ -23,6 +23,7 @@ from hsswap.driver import (
     cuda_attention,
     cuda_codes,
     cuda_operations,
+    cuda_rounds,
     cuda_top_k,
     round_checks,
 )
@@ -37,7 +38,6 @@ from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
 from hsswap.driver.cuda_modules import Modules, Prepared, key_of
 from hsswap.driver.cuda_prepare import kernels_of
 from hsswap.driver.cuda_reach import make_reachable
-from hsswap.driver.cuda_rounds import CudaRounds
 from hsswap.driver.cuda_seam import Grid, Launch, Launcher
 from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
 from hsswap.driver.nvrtc import Compiler
@@ -244,7 +244,7 @@ class CudaDevice(Device, Launcher):
         self._enqueue(stream, "copy_words", round_checks.copy, cuda_operations.copy_words, work)
 
     def round_kernels(self) -> RoundKernels:
-        return CudaRounds(self._enqueue)
+        return RoundKernels(self._enqueue, cuda_rounds.FUNCTIONS)
 
     def _enqueue(
         self,

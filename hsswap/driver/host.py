@@ -30,7 +30,6 @@ from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.host_memory import HostBuffer, Scratch
-from hsswap.driver.host_rounds import HostRounds
 from hsswap.driver.host_stream import HostGraph, HostStream
 from hsswap.driver.operations import (
     AppendAtWork,
@@ -182,7 +181,7 @@ class HostDevice(Device):
         self._enqueue(stream, "copy_words", round_checks.copy, host_rounds.copy, work)
 
     def round_kernels(self) -> RoundKernels:
-        return HostRounds(self._enqueue)
+        return RoundKernels(self._enqueue, host_rounds.FUNCTIONS)
 
     def close(self) -> None:
         """Close graphs, wait for the streams, unmap every buffer. A second call does nothing."""

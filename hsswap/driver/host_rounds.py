@@ -7,12 +7,12 @@ rows of logits and token histories are left to NumPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver import host_rounds_sampling, round_checks
+from hsswap.driver import host_rounds_sampling
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.round_operations import (
     NO_TOKEN,
@@ -34,87 +34,14 @@ from hsswap.driver.round_operations import (
     SetWork,
     TokenRingWork,
 )
-from hsswap.driver.rounds_base import RoundKernels
-from hsswap.driver.sampling_operations import RejectWork, SampleWork
 from hsswap.driver.tensor import Tensor
 
 if TYPE_CHECKING:
-    from hsswap.driver.base import Stream
+    pass
 
 W = TypeVar("W")
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
-
-
-class Enqueue(Protocol):
-    """How the host device takes an operation: check on this thread, run on the stream's."""
-
-    def __call__(
-        self,
-        stream: Stream,
-        name: str,
-        check: Callable[[W], W],
-        function: Callable[[W, Scratch], None],
-        work: W,
-    ) -> None: ...
-
-
-class HostRounds(RoundKernels):
-    """See :class:`RoundKernels`."""
-
-    def __init__(self, enqueue: Enqueue) -> None:
-        self._enqueue = enqueue
-
-    def pack_tok_p(self, stream: Stream, work: PackWork) -> None:
-        self._enqueue(stream, "pack_tok_p", round_checks.pack, pack, work)
-
-    def tok_map_u32(self, stream: Stream, work: MapWork) -> None:
-        self._enqueue(stream, "tok_map_u32", round_checks.map_tokens, map_tokens, work)
-
-    def spec_assemble_verify(self, stream: Stream, work: AssembleWork) -> None:
-        self._enqueue(stream, "spec_assemble_verify", round_checks.assemble, assemble, work)
-
-    def spec_accept_greedy_dc(self, stream: Stream, work: AcceptWork) -> None:
-        self._enqueue(stream, "spec_accept_greedy_dc", round_checks.accept, accept, work)
-
-    def spec_seed_gather(self, stream: Stream, work: SeedWork) -> None:
-        self._enqueue(stream, "spec_seed_gather", round_checks.seed, seed, work)
-
-    def spec_rollback_stream(self, stream: Stream, work: RollbackWork) -> None:
-        self._enqueue(stream, "spec_rollback_stream", round_checks.rollback, rollback, work)
-
-    def spec_ring_commit(self, stream: Stream, work: CommitWork) -> None:
-        self._enqueue(stream, "spec_ring_commit", round_checks.commit, commit, work)
-
-    def spec_adapt_k(self, stream: Stream, work: AdaptWork) -> None:
-        self._enqueue(stream, "spec_adapt_k", round_checks.adapt, adapt, work)
-
-    def spec_round_end(self, stream: Stream, work: RoundEndWork) -> None:
-        self._enqueue(stream, "spec_round_end", round_checks.round_end, round_end, work)
-
-    def plain_tok_ring(self, stream: Stream, work: TokenRingWork) -> None:
-        self._enqueue(stream, "plain_tok_ring", round_checks.token_ring, token_ring, work)
-
-    def argmax(self, stream: Stream, work: ArgmaxWork) -> None:
-        self._enqueue(stream, "argmax", round_checks.argmax, argmax, work)
-
-    def pos_iota_i32(self, stream: Stream, work: IotaWork) -> None:
-        self._enqueue(stream, "pos_iota_i32", round_checks.iota, iota, work)
-
-    def copy_add(self, stream: Stream, work: CopyWork) -> None:
-        self._enqueue(stream, "copy_add", round_checks.copy, copy, work)
-
-    def set_word(self, stream: Stream, work: SetWork) -> None:
-        self._enqueue(stream, "set_word", round_checks.set_word, set_word, work)
-
-    def ngram_draft(self, stream: Stream, work: NgramWork) -> None:
-        self._enqueue(stream, "ngram_draft", round_checks.ngram, ngram, work)
-
-    def sample(self, stream: Stream, work: SampleWork) -> None:
-        self._enqueue(stream, "sample", round_checks.sample, host_rounds_sampling.sample, work)
-
-    def reject(self, stream: Stream, work: RejectWork) -> None:
-        self._enqueue(stream, "reject", round_checks.reject, host_rounds_sampling.reject, work)
 
 
 def pack(work: PackWork, scratch: Scratch) -> None:
@@ -359,3 +286,25 @@ def _last_place(known: U32, shortest: int, longest: int) -> int | None:
         if len(found):
             return int(found[-1]) + n
     return None
+
+
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "pack_tok_p": pack,
+    "tok_map_u32": map_tokens,
+    "spec_assemble_verify": assemble,
+    "spec_accept_greedy_dc": accept,
+    "spec_seed_gather": seed,
+    "spec_rollback_stream": rollback,
+    "spec_ring_commit": commit,
+    "spec_adapt_k": adapt,
+    "spec_round_end": round_end,
+    "plain_tok_ring": token_ring,
+    "argmax": argmax,
+    "pos_iota_i32": iota,
+    "copy_add": copy,
+    "set_word": set_word,
+    "ngram_draft": ngram,
+    "sample": host_rounds_sampling.sample,
+    "reject": host_rounds_sampling.reject,
+}
+"""By the methods of :class:`~hsswap.driver.rounds_base.RoundKernels`."""
