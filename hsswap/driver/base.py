@@ -43,7 +43,7 @@ from hsswap.driver.operations import (
 
 if TYPE_CHECKING:
     from hsswap.driver.preparing import PrepareWork
-    from hsswap.driver.round_operations import CopyWork
+    from hsswap.driver.round_operations import CopyWork, RunningWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.driver.tensor import Tensor
 
@@ -129,6 +129,11 @@ class Graph(Closeable):
         Launches of one graph run one after the other, whatever their streams. Raises CaptureError
         before its ``with`` block has ended and while ``stream`` is being captured.
         """
+
+    @property
+    def raw(self) -> int | None:
+        """The driver's handle of what was captured, None where there is no driver."""
+        return None
 
     @property
     @abstractmethod
@@ -309,6 +314,14 @@ class Device(Closeable):
     @abstractmethod
     def copy_words(self, stream: Stream, work: CopyWork) -> None:
         """Words from one tensor to another, with a number added: tables, counters, results."""
+
+    @abstractmethod
+    def skipping(self, graph: Graph, work: RunningWork) -> Graph:
+        """A graph that launches ``graph``, unless no sequence runs when its turn comes.
+
+        It owns ``graph``: closing it closes both. Blocks for milliseconds. Raises ArgumentError,
+        and DeviceError where ``graph`` cannot be a part of another; then ``graph`` is left alone.
+        """
 
     @abstractmethod
     def round_kernels(self) -> RoundKernels:

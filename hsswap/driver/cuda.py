@@ -24,16 +24,18 @@ from hsswap.driver import (
     cuda_codes,
     cuda_operations,
     cuda_rounds,
+    cuda_skipping,
     cuda_top_k,
     round_checks,
 )
-from hsswap.driver.base import AttendAgain, Buffer, Device, Stream
+from hsswap.driver.base import AttendAgain, Buffer, Device, Graph, Stream
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import EventPool, Waiter
+from hsswap.driver.cuda_graph import CudaGraph
 from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
 from hsswap.driver.cuda_modules import Modules, Prepared, key_of
 from hsswap.driver.cuda_prepare import kernels_of
@@ -54,7 +56,7 @@ from hsswap.driver.operations import (
     SelectWork,
 )
 from hsswap.driver.preparing import PrepareWork
-from hsswap.driver.round_operations import CopyWork
+from hsswap.driver.round_operations import CopyWork, RunningWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.errors import ArgumentError, ClosedError
 
@@ -242,6 +244,25 @@ class CudaDevice(Device, Launcher):
     def copy_words(self, stream: Stream, work: CopyWork) -> None:
         """See :class:`CopyWork`."""
         self._enqueue(stream, "copy_words", round_checks.copy, cuda_operations.copy_words, work)
+
+    def skipping(self, graph: Graph, work: RunningWork) -> Graph:
+        """See :class:`Device`."""
+        self._check_open()
+        if graph.closed or graph.raw is None:
+            raise ArgumentError(f"{graph!r} is no captured graph of a GPU, or closed")
+        work = round_checks.running(work)
+        made = CudaGraph(self._shared)
+        try:
+            with self.context, self.context.relaxed():
+                work = make_reachable(self.context, work, None)
+                raw = cuda_skipping.conditional(self.context, self._modules, graph.raw, work)
+            made.end(raw)
+        except BaseException:
+            made.close()
+            raise
+        made.hold(work)
+        made.hold(graph)
+        return made
 
     def round_kernels(self) -> RoundKernels:
         return RoundKernels(self._enqueue, cuda_rounds.FUNCTIONS)

@@ -89,6 +89,7 @@ class CudaGraph(Graph):
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
+        self._captured: Any = None
         self._executable: Any = None
         self._closed = False
         self._works: list[object] = []
@@ -100,23 +101,28 @@ class CudaGraph(Graph):
         """Whether :meth:`close` was called."""
         return self._closed
 
+    @property
+    def raw(self) -> int | None:
+        """See :class:`Graph`."""
+        return None if self._captured is None else int(self._captured)
+
     def hold(self, work: object) -> None:
-        """Keep a record until the graph is closed."""
+        """Keep a record until the graph is closed; a graph is closed then."""
         self._works.append(work)
 
     def end(self, captured: Any) -> None:
-        """Make ``captured``, a raw graph, ready to launch. Blocks for milliseconds."""
+        """Make ``captured``, a raw graph, ready to launch; it is this one's. Blocks for
+        milliseconds.
+        """
+        self._captured = captured
         context = self._shared.context
         driver = context.driver
         with context, context.relaxed():
-            try:
-                what = f"{context.name}: cuGraphInstantiate"
-                self._executable = checked(driver.cuGraphInstantiate(captured, 0), what)
-                # Else the first launch does it.
-                what = f"{context.name}: cuGraphUpload"
-                checked(driver.cuGraphUpload(self._executable, context.memory_stream), what)
-            finally:
-                driver.cuGraphDestroy(captured)
+            what = f"{context.name}: cuGraphInstantiate"
+            self._executable = checked(driver.cuGraphInstantiate(captured, 0), what)
+            # Else the first launch does it.
+            what = f"{context.name}: cuGraphUpload"
+            checked(driver.cuGraphUpload(self._executable, context.memory_stream), what)
 
     def launch(self, stream: Stream) -> None:
         """Launch it on a stream of its device."""
@@ -144,11 +150,16 @@ class CudaGraph(Graph):
         self._closed = True
         self._shared.graphs.discard(self)
         context = self._shared.context
+        driver = context.driver
         with suppress(CudaError), context, context.relaxed():
             if self._executable is not None:
-                driver = context.driver
                 checked(driver.cuGraphExecDestroy(self._executable), "cuGraphExecDestroy")
+            if self._captured is not None:
+                driver.cuGraphDestroy(self._captured)
             self.memory.close()
+        for work in self._works:
+            if isinstance(work, Graph):
+                work.close()
         self._works.clear()
 
     def __del__(self) -> None:

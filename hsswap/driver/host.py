@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from hsswap.driver import (
     host_select,
     round_checks,
 )
-from hsswap.driver.base import AttendAgain, Buffer, Device, Event, Stream
+from hsswap.driver.base import AttendAgain, Buffer, Device, Event, Graph, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.choice_operations import FetchWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
@@ -44,7 +45,7 @@ from hsswap.driver.operations import (
     SelectWork,
 )
 from hsswap.driver.preparing import PrepareWork
-from hsswap.driver.round_operations import CopyWork
+from hsswap.driver.round_operations import CopyWork, RunningWork
 from hsswap.driver.rounds_base import RoundKernels
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError, ClosedError
@@ -179,6 +180,15 @@ class HostDevice(Device):
     def copy_words(self, stream: Stream, work: CopyWork) -> None:
         """See :class:`CopyWork`."""
         self._enqueue(stream, "copy_words", round_checks.copy, host_rounds.copy, work)
+
+    def skipping(self, graph: Graph, work: RunningWork) -> Graph:
+        """See :class:`Device`."""
+        self._check_open()
+        if not isinstance(graph, HostGraph) or graph.closed:
+            raise ArgumentError(f"{graph!r} is no graph of the host device, or closed")
+        checked = round_checks.running(work)
+        refuse_gpu_memory(checked)
+        return graph.skipping(partial(host_rounds.is_running, checked))
 
     def round_kernels(self) -> RoundKernels:
         return RoundKernels(self._enqueue, host_rounds.FUNCTIONS)

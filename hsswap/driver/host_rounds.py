@@ -30,6 +30,7 @@ from hsswap.driver.round_operations import (
     RollbackWork,
     RoundEndWork,
     RoundFlag,
+    RunningWork,
     SeedWork,
     SetWork,
     TokenRingWork,
@@ -215,6 +216,13 @@ def token_ring(work: TokenRingWork, scratch: Scratch) -> None:
     ring = work.ring.array()
     steps = work.pos_start.array().astype(np.int64) - work.entry.array()
     ring[np.arange(len(ring)), steps % ring.shape[1]] = work.token.array()
+
+
+def is_running(work: RunningWork) -> bool:
+    """See :class:`RunningWork`."""
+    has_room = work.pos.array() < work.capacity.array()
+    waits = has_room | (work.pend.array() == NO_TOKEN)
+    return bool((waits & (work.flags.array() == 0)).any())
 
 
 def argmax(work: ArgmaxWork, scratch: Scratch) -> None:

@@ -135,14 +135,14 @@ class _Run(Generic[W]):
 
 
 class HostGraph(Graph):
-    """A list of operations, run one after the other. Made by :meth:`HostStream.capture`.
-
-    ``forget`` is called when it is closed. ``device`` is what its streams name as theirs.
+    """A list of operations, run one after the other. ``device`` is that of its streams, and keeps
+    it until it is closed. ``condition``: asked, when its turn comes, whether it runs.
     """
 
-    def __init__(self, device: object, forget: Callable[[HostGraph], None]) -> None:
-        self._device = device
-        self._forget = forget
+    def __init__(self, device: StreamKeeper, condition: Callable[[], bool] | None = None) -> None:
+        self._device, self._condition = device, condition
+        self._inner: HostGraph | None = None
+        device.keep_graph(self)
         self._lock = threading.Lock()  # held by the stream that runs it
         self._closed = False
         self._ready = False
@@ -161,6 +161,13 @@ class HostGraph(Graph):
         """All operations are there."""
         self._ready = True
 
+    def skipping(self, condition: Callable[[], bool]) -> HostGraph:
+        """This one, where the condition holds; it owns this one."""
+        graph = HostGraph(self._device, condition)
+        graph._runs, graph._inner = self._runs, self
+        graph.end()
+        return graph
+
     def launch(self, stream: Stream) -> None:
         """Enqueue the list on a stream of the device it was captured on."""
         if self._closed:
@@ -169,14 +176,16 @@ class HostGraph(Graph):
             raise CaptureError("the graph is still being captured; leave its with block first")
         if not isinstance(stream, HostStream) or stream.device is not self._device:
             raise ArgumentError(f"{stream!r} is no stream of the graph's device")
-        stream.put(_Replay(tuple(self._runs), self._lock))
+        stream.put(_Replay(tuple(self._runs), self._condition, self._lock))
 
     def close(self) -> None:
         """Let go of the records; launches that are enqueued still run. Twice is fine."""
         if not self._closed:
             self._closed = True
             self._runs = []
-            self._forget(self)
+            self._device.forget_graph(self)
+            if self._inner is not None:
+                self._inner.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -188,10 +197,13 @@ class _Replay:
     """A launch of a graph."""
 
     runs: tuple[_Run[Any], ...]
+    condition: Callable[[], bool] | None
     lock: threading.Lock
 
     def __call__(self, worker: _Worker) -> None:
         with self.lock:
+            if self.condition is not None and not self.condition():
+                return
             for run in self.runs:
                 run(worker)
 
@@ -332,8 +344,7 @@ class HostStream(Stream):
     def capture(self) -> Iterator[Graph]:
         """Add to a graph what is enqueued on this stream in the ``with`` block."""
         self._check_open()
-        graph = HostGraph(self.device, self.device.forget_graph)
-        self.device.keep_graph(graph)
+        graph = HostGraph(self.device)
         try:
             self._worker.record_into(graph)
             try:

@@ -22,6 +22,7 @@ from hsswap.driver.round_operations import (
     RollbackWork,
     RoundEndWork,
     RoundRules,
+    RunningWork,
     SeedWork,
     SetWork,
     TokenRingWork,
@@ -275,6 +276,14 @@ def ngram(work: NgramWork) -> NgramWork:
         1 <= work.shortest <= work.longest <= NGRAM_LONGEST,
         f"shortest is {work.shortest} and longest {work.longest}; 1 to {NGRAM_LONGEST} in order",
     )
+    return work
+
+
+def running(work: RunningWork) -> RunningWork:
+    """Check a RunningWork."""
+    sequences = shape_of_rank(work.flags, 1, "flags")[0]
+    for name, dtype in (("flags", "u32"), ("pos", "i32"), ("pend", "u32"), ("capacity", "i32")):
+        _tensor(getattr(work, name), dtype, (sequences,), name)
     return work
 
 

@@ -293,6 +293,20 @@ class SetWork:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningWork:
+    """Whether a round has anything to do: whether any sequence has no flag, and either room for its
+    pending token (``pos < capacity``) or none pending.
+
+    ``flags`` and ``pend`` u32 ``[S]``, ``pos`` and ``capacity`` int32 ``[S]``.
+    """
+
+    flags: Tensor
+    pos: Tensor
+    pend: Tensor
+    capacity: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class NgramWork:
     """Drafts that follow the last earlier place of a sequence's last tokens.
 

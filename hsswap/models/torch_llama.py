@@ -7,8 +7,8 @@ and positions come from device memory, the embedding is gathered there, and the 
 stays there. Work goes to torch's current stream, whose raw handle is ``TorchLlama.arrays.stream``.
 
 Rows that are run together share matrix products, whose rounding depends on the number of rows. Who
-needs equal bits of a token at any place in a round (speculation) runs every pass with one number of
-rows.
+needs equal bits of a token alone and among others (speculation) fills up passes of few rows to one
+number (``least_rows``).
 
 torch (extra ``torch``) is imported with this file.
 """
@@ -34,6 +34,9 @@ from hsswap.models.llama_weights import load_weights
 
 CHUNK_ROWS_DEFAULT = 2048
 """Rows of a prefill chunk: enough for a GPU's matrix units, 0.5 GB of activations at 8B."""
+
+STEP_ROWS = 16
+"""``least_rows`` for decoding: as many as a captured step can have, and a tile of a tensor core."""
 
 
 class TorchAttention(Protocol):
@@ -122,11 +125,14 @@ def weights_from_gguf(
 class TorchLlama:
     """A Llama model in torch. It keeps no state of a sequence.
 
-    Attributes: ``config``, ``weights``, ``device`` (``"cuda:0"``, ``"cpu"``), ``arrays``.
+    ``least_rows``: a pass of fewer rows has matrix products of so many, filled up with rows of no
+    meaning, so that a row has the same bits in every such pass. Attributes: ``config``,
+    ``weights``, ``device`` (``"cuda:0"``, ``"cpu"``), ``arrays``.
     """
 
-    def __init__(self, config: LlamaConfig, weights: TorchWeights) -> None:
+    def __init__(self, config: LlamaConfig, weights: TorchWeights, *, least_rows: int = 1) -> None:
         self.config = config
+        self._least_rows = least_rows
         self.weights = weights
         self.device = str(weights.embedding.device)
         self.arrays = TorchArrays(self.device)
@@ -138,7 +144,12 @@ class TorchLlama:
 
     @classmethod
     def from_gguf(
-        cls, file: GgufFile, device: str = "cuda:0", dtype: torch.dtype = torch.float32
+        cls,
+        file: GgufFile,
+        device: str = "cuda:0",
+        dtype: torch.dtype = torch.float32,
+        *,
+        least_rows: int = 1,
     ) -> Self:
         """Read configuration and weights of ``file``. Raises ``ModelError`` as those do, and for
         a Gemma 3, which only the NumPy model runs.
@@ -149,7 +160,8 @@ class TorchLlama:
                 f"{file.path} is a Gemma 3, which runs on the host device only; "
                 "leave --device out, or name a Llama"
             )
-        return cls(config, weights_from_gguf(file, config, device, dtype))
+        weights = weights_from_gguf(file, config, device, dtype)
+        return cls(config, weights, least_rows=least_rows)
 
     def forward(
         self,
@@ -209,32 +221,41 @@ class TorchLlama:
         shares the first layers' K and V with the whole model. ``last_only``: of the last row alone.
         """
         c, rows, both = self.config, len(ids), self.config.q_heads + self.config.kv_heads
-        turn = self._rope.index_select(0, positions)
-        x = self.weights.embedding.index_select(0, ids)
+        turn = self._rope.index_select(0, self._filled(positions))
+        x = self.weights.embedding.index_select(0, self._filled(ids))
+        gathered = x.new_zeros((len(x), c.q_heads * c.head_dim)) if len(x) > rows else None
         used = self.weights.layers[:layers]
         for layer, w in enumerate(used):
             normed = F.rms_norm(x, (c.width,), w.attn_norm, c.rms_eps)
-            qkv = F.linear(normed, w.qkv).float().view(rows, -1, c.head_dim)
+            qkv = F.linear(normed, w.qkv).float().view(len(x), -1, c.head_dim)
             pairs = qkv[:, :both, : c.rope_dims].unflatten(-1, (-1, 2))
             torch.view_as_complex(pairs).mul_(turn)
-            codes = qkv.to(torch.bfloat16)
+            codes = qkv[:rows].to(torch.bfloat16)
             attended = attention.attend(
                 layer, codes[:, : c.q_heads], codes[:, c.q_heads : both], codes[:, both:]
             )
             if last_only and layer == len(used) - 1:
                 # Of the last layer's rows only keys and values matter, and those are appended.
-                x, attended = x[-1:], attended[-1:]
-            x.addmm_(attended.reshape(len(x), -1).to(x.dtype), w.out.T)
+                x, attended, gathered, rows = x[rows - 1 : rows], attended[-1:], None, 1
+            attended = attended.reshape(rows, -1)
+            if gathered is not None:
+                gathered[:rows] = attended
+            x.addmm_(attended.to(x.dtype) if gathered is None else gathered, w.out.T)
             gate_up = F.linear(F.rms_norm(x, (c.width,), w.ffn_norm, c.rms_eps), w.gate_up)
             gate, up = gate_up.chunk(2, -1)
             x.addmm_(F.silu(gate) * up, w.down.T)
-        return x
+        return x[:rows]
+
+    def _filled(self, rows: torch.Tensor) -> torch.Tensor:
+        """With zeros behind them, up to the least number of rows."""
+        missing = self._least_rows - len(rows)
+        return rows if missing <= 0 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[rows, vocab_size]`` of the residual stream ``[rows, width]``."""
         c = self.config
-        normed = F.rms_norm(hidden, (c.width,), self.weights.final_norm, c.rms_eps)
-        return F.linear(normed, self.weights.output).float()
+        normed = F.rms_norm(self._filled(hidden), (c.width,), self.weights.final_norm, c.rms_eps)
+        return F.linear(normed, self.weights.output).float()[: len(hidden)]
 
     def choose(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Write the likeliest token of each row to ``out`` ``[rows]``, int64; of equals the lowest

@@ -111,9 +111,12 @@ class DecodeSteps:
             self._stream.synchronize()
 
 
-def captured(enqueue: Any) -> Any:
-    """A CUDA graph of what ``enqueue()`` puts on torch's current stream; nothing runs."""
-    graph = torch.cuda.CUDAGraph()
+def captured(enqueue: Any, *, keep: bool = False) -> Any:
+    """A CUDA graph of what ``enqueue()`` puts on torch's current stream; nothing runs.
+
+    ``keep``: its raw graph stays, to be a part of another one.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=keep)
     # thread_local: the swap's own threads go on asking events meanwhile.
     with torch.cuda.graph(
         graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"

@@ -50,6 +50,7 @@ KERNELS: dict[str, Kernel] = {
         name: Kernel("round_words.cu", name, True)
         for name in ("pack_tok_p", "tok_map", "token_ring", "iota", "set_word", "ngram")
     },
+    "running": Kernel("round_running.cu", "running", True),
     "argmax": Kernel("round_rows.cu", "argmax", True),
     "sample": Kernel("round_sample.cu", "sample", True),
     "reject": Kernel("round_sample.cu", "reject", True),

@@ -68,11 +68,16 @@ class Target(ABC):
         ``length_addresses`` may change here, while nothing is under way.
         """
 
-    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
-        """A graph of what ``enqueue()`` puts on the stream: a round, with :meth:`verify` in it."""
+    def capture(
+        self, stream: Stream, enqueue: Callable[[], None], skipping: Callable[[Graph], Graph]
+    ) -> Graph:
+        """A graph of what ``enqueue()`` puts on the stream: a round, with :meth:`verify` in it.
+
+        ``skipping`` makes of it, and takes over, a graph that is passed over once no sequence runs.
+        """
         with stream.capture() as graph:
             enqueue()
-        return graph
+        return skipping(graph)
 
     @abstractmethod
     async def settle(self, positions: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from hsswap.driver.round_operations import (
     CopyWork,
     RollbackWork,
     RoundEndWork,
+    RunningWork,
     SeedWork,
 )
 from hsswap.driver.sampling_operations import Purpose, RejectWork, SampleWork
@@ -157,9 +158,9 @@ class Launches:
 class Rounds(Closeable):
     """The round of a stream as something to launch: eagerly once, then as a graph.
 
-    The first burst loads what a capture may not: modules, workspaces. When the target's lengths
-    have moved, both are made anew. Raises ArgumentError where target, drafter and buffers do not
-    fit.
+    The first burst loads what a capture may not: modules, workspaces. The graph is passed over once
+    every sequence has ended. When the target's lengths have moved, both are made anew. Raises
+    ArgumentError where target, drafter and buffers do not fit.
     """
 
     def __init__(
@@ -171,6 +172,8 @@ class Rounds(Closeable):
         options: RoundOptions,
     ) -> None:
         self._make: Callable[[], Round] = partial(Round, device, bufs, target, drafter, options)
+        running = RunningWork(bufs.flags, bufs.pos_ctr, bufs.pend, bufs.capacity)
+        self._skipping: Callable[[Graph], Graph] = partial(device.skipping, work=running)
         self._target, self._captured = target, options.captured
         self._addresses = target.length_addresses
         self._round = self._make()
@@ -190,7 +193,7 @@ class Rounds(Closeable):
             self._has_run = True
             return Launches(enqueue, is_quick=False)
         if self._graph is None:
-            self._graph = self._target.capture(stream, enqueue)
+            self._graph = self._target.capture(stream, enqueue, self._skipping)
         return Launches(partial(self._graph.launch, stream), is_quick=True)
 
     def reset(self, stream: Stream) -> None:

@@ -32,9 +32,10 @@ class StepsEarlyExit(Drafter, Closeable):
         at = 4 * batch * vocab
         self._token = tensor_in(self._buffer, "u32", (batch,), offset_bytes=at)
         self._probability = tensor_in(self._buffer, "f32", (batch,), offset_bytes=at + 4 * batch)
+        self._row = tensor_in(self._buffer, "u32", (batch, 1), offset_bytes=at)
         self._choose = ArgmaxWork(
             self._logits,
-            tensor_in(self._buffer, "u32", (batch, 1), offset_bytes=at),
+            self._row,
             tensor_in(self._buffer, "f32", (batch, 1), offset_bytes=at + 4 * batch),
         )
 
@@ -43,9 +44,8 @@ class StepsEarlyExit(Drafter, Closeable):
         kernels, opened = self._kernels, self._target.steps
         kernels.copy_add(stream, CopyWork(bufs.pend, self._token))
         for slot in range(bufs.k):
-            for s, steps in enumerate(opened):
-                token, logits = self._token.rows(s, s + 1), self._logits.row(s)
-                self._model(stream, steps, token, logits, layers=self._layers)
+            self._model(stream, opened, self._row, self._logits, layers=self._layers)
+            for steps in opened:
                 steps.advance(1, stream=stream)
             kernels.argmax(stream, self._choose)
             kernels.pack_tok_p(stream, PackWork(self._token, self._probability, bufs.drafts, slot))

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 import hsswap.sequence
-from hsswap.captured import CapturedSteps
+from hsswap.captured import MOST_ROWS, CapturedSteps
 from hsswap.driver.base import Device, Graph, Stream
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError, OutOfBlocks, OutOfSlots
@@ -35,23 +35,25 @@ class RowsModel(Protocol):
     def __call__(
         self,
         stream: Stream,
-        steps: Steps,
+        steps: Sequence[Steps],
         tokens: Tensor,
         logits: Tensor,
         *,
         layers: int | None = None,
     ) -> None:
-        """Enqueue a pass over ``tokens`` u32 ``[rows]``, the first at position ``steps.length``.
+        """Enqueue a pass over ``tokens`` u32 ``[batch, rows]``, a row a sequence of ``steps``, the
+        first of its tokens at position ``length``.
 
-        K and V of each layer go to ``steps.append``, queries to ``steps.attend``; ``logits``
-        float32 ``[rows, vocab_size]`` is written, behind the first ``layers`` layers (None: all).
-        What is used must keep its address. Positions of the last rows may
-        lie behind the sequence's end. A drafter's token may be NO_TOKEN: any legal one will do.
+        K and V of each layer go to ``append``, queries to ``attend`` of their sequence; ``logits``
+        float32 ``[batch, rows, vocab_size]`` is written, behind the first ``layers`` layers (None:
+        all). What is used must keep its address. Positions of the last rows may lie behind the
+        sequence's end, and their attention be left out. A drafter's token may be NO_TOKEN: any
+        legal one will do.
         """
         ...
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
-        """See :meth:`hsswap.rounds.Target.capture`; a framework with memory of its own does it."""
+        """A graph of what ``enqueue()`` puts on the stream; a framework has memory of its own."""
         ...
 
 
@@ -74,8 +76,11 @@ class StepsTarget(Target):
         vocab_size: int,
         session_tokens: int = SESSION_TOKENS,
     ) -> None:
-        if k < 1 or not sequences:
-            raise ArgumentError(f"{len(sequences)} sequences and {k} drafts; 1 or more of each")
+        if not 1 <= k < MOST_ROWS or not sequences:
+            raise ArgumentError(
+                f"{len(sequences)} sequences and {k} drafts; 1 or more sequences, 1 to "
+                f"{MOST_ROWS - 1} drafts"
+            )
         self.vocab_size = vocab_size
         self._device, self._k, self._session_tokens = device, k, session_tokens
         self._stream, self._sequences, self._model = stream, sequences, model
@@ -95,12 +100,13 @@ class StepsTarget(Target):
         """See :class:`Target`."""
         for waiting in self._waiting:
             waiting.rewind(stream)
-        for s, steps in enumerate(self.steps):
-            self._model(stream, steps, bufs.vtok.row(s), self.logits.row(s))
+        self._model(stream, self.steps, bufs.vtok, self.logits)
 
-    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
+    def capture(
+        self, stream: Stream, enqueue: Callable[[], None], skipping: Callable[[Graph], Graph]
+    ) -> Graph:
         """See :class:`Target`."""
-        return self._model.capture(stream, enqueue)
+        return skipping(self._model.capture(stream, enqueue))
 
     async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`. Steps are opened for more tokens when those they have run out.

@@ -24,7 +24,7 @@ from hsswap.loop import in_thread
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Admission, Drafter, Target
-from hsswap.rounds.pacing import Progress, furthest, rounds_to_issue
+from hsswap.rounds.pacing import furthest, rounds_to_issue
 from hsswap.rounds.round import RoundOptions, Rounds
 
 T = TypeVar("T")
@@ -279,9 +279,8 @@ class RoundStream:
         """Enqueue one more burst, if there is use for it and room. Whether one was."""
         under_way = sum(burst.rounds for burst in self._under_way)
         running = [s for s, ended in enumerate(self._ended) if ended is None]
-        wanted = rounds_to_issue(
-            [self._progress(s) for s in running], under_way, self._bufs.m_rounds
-        )
+        left = [self._tokens_left(s) for s in running]
+        wanted = rounds_to_issue(left, under_way, self._bufs.m_rounds)
         if not wanted or len(self._under_way) > 1:
             return False
         ends = [
@@ -354,12 +353,9 @@ class RoundStream:
         )
         await self._target.settle(drained.positions)
 
-    def _progress(self, s: int) -> Progress:
-        start = self._starts[s]
-        rounds, accepted = 0, 0
-        if self._drained is not None:
-            rounds, _, accepted = self._drained.tally[s].tolist()
-        return Progress(start.capacity - self._positions[s], rounds, rounds + accepted)
+    def _tokens_left(self, s: int) -> int:
+        """Tokens that a running sequence may still make, as last drained."""
+        return max(1, self._starts[s].capacity - self._positions[s])
 
     def _check_open(self) -> None:
         if self._closed:

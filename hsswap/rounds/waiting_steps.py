@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 import hsswap.sequence
+from hsswap.arguments import leading
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.round_operations import CopyWork, SetWork
 from hsswap.driver.tensor import Tensor
@@ -83,10 +84,11 @@ class WaitingSteps:
 
     def append(self, layer: int, keys: Any, values: Any, *, stream: object | None = None) -> None:
         """See :class:`Steps`; waits for host slots."""
-        self._rows = min(len(keys), self._end - self._sequence.layer_length(layer))
+        room = self._end - self._sequence.layer_length(layer)
+        self._rows = min(leading(keys, "keys"), room)
         if self._rows < 1:
             return
-        keys, values = keys[: self._rows], values[: self._rows]
+        keys, values = _first(keys, self._rows), _first(values, self._rows)
         if not self._sequence.try_append(layer, keys, values, stream=stream):
             self._wait(self._sequence.append(layer, keys, values, stream=stream))
 
@@ -102,7 +104,7 @@ class WaitingSteps:
         """See :class:`Steps`; waits for blocks that are only on disk."""
         if self._rows < 1:
             return
-        arrays = queries[: self._rows], out[: self._rows]
+        arrays = _first(queries, self._rows), _first(out, self._rows)
         options: dict[str, Any] = {"exact": exact or None, "stream": stream}
         if self._sequence.try_attend(layer, *arrays, **options) is None:
             self._wait(self._sequence.attend(layer, *arrays, **options))
@@ -114,3 +116,8 @@ class WaitingSteps:
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def _first(array: Any, rows: int) -> Any:
+    """The first rows of an array of any kind."""
+    return array.rows(0, rows) if isinstance(array, Tensor) else array[:rows]

@@ -15,7 +15,7 @@ import hsswap
 from hsswap.bf16 import from_float32, to_float32
 from hsswap.config import ModelDims
 from hsswap.driver.base import Graph, Stream
-from hsswap.driver.tensor import Tensor
+from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.rounds.waiting_steps import Steps
 from tests.rounds.models import enqueue
 
@@ -66,16 +66,23 @@ class Rows:
     def __call__(
         self,
         stream: Stream,
-        steps: Steps,
+        steps: Sequence[Steps],
         tokens: Tensor,
         logits: Tensor,
         *,
         layers: int | None = None,
     ) -> None:
-        """See :class:`hsswap.rounds.RowsModel`."""
+        """See :class:`hsswap.rounds.RowsModel`: one sequence after the other."""
+        for s, mine in enumerate(steps):
+            self._enqueue(stream, mine, tokens.row(s), logits.row(s), layers)
+
+    def _enqueue(
+        self, stream: Stream, steps: Steps, tokens: Tensor, logits: Tensor, layers: int | None
+    ) -> None:
         length, rows = steps.length, tokens.shape[0]
         x, out = self._x[:rows], self._out[:rows]
         q, k, v = self._q[:rows], self._k[:rows], self._v[:rows]
+        given = [tensor_of(each, "bf16", each.shape, "rows") for each in (q, k, v, out)]
 
         def begin() -> None:
             legal = np.minimum(tokens.array(), VOCAB - 1).tolist()
@@ -93,8 +100,9 @@ class Rows:
         enqueue(stream, "embed", begin)
         for layer in range(layers or LAYERS):
             enqueue(stream, "project", partial(project, layer))
-            steps.append(layer, k, v, stream=stream)
-            steps.attend(layer, q, out, stream=stream)
+            # As tensors: that is what a model on a GPU gives.
+            steps.append(layer, given[1], given[2], stream=stream)
+            steps.attend(layer, given[0], given[3], stream=stream)
             enqueue(stream, "add", add)
         enqueue(stream, "head", end)
 

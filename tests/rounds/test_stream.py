@@ -136,6 +136,19 @@ async def test_a_perfect_drafter_takes_fewest_rounds() -> None:
         assert max(map(max, target.admitted)) == 43  # never more room than the capacity
 
 
+@pytest.mark.parametrize("stops", [False, True])
+async def test_rounds_behind_the_end_are_passed_over(stops: bool) -> None:
+    """Whatever was issued ahead: behind a stop token or the capacity the target has no pass."""
+    tokens = greedy([1, 2], 41, VOCAB)
+    last = max(map(tokens.index, tokens)) if stops else 40
+    assert last > 2  # behind the first burst, which is no graph
+    async with opened([[1, 2]], "adversarial", k=2, rounds=2, room=99) as (stream, target):
+        capacity = 2 + (90 if stops else last)
+        await stream.start([SequenceStart([1, 2], tokens[0], capacity)], tokens[last:][:stops])
+        assert [token async for token in stream.tokens()] == tokens[1 : last + 1]
+        assert stream.acceptance.rounds == target.passes == last
+
+
 async def test_depth_follows_acceptance() -> None:
     """Drafts that are never right are soon fewer; right ones are all verified."""
     for drafter, depth in (("adversarial", 2), ("perfect", 6)):
