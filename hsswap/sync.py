@@ -149,6 +149,11 @@ class BlockingSequence:
         return self._sequence.closed
 
     @property
+    def awaitable(self) -> Sequence:
+        """The same sequence, for what is awaited in :meth:`BlockingSwap.run`."""
+        return self._sequence
+
+    @property
     def length(self) -> int:
         """Tokens of the layer that is furthest."""
         return self._sequence.length
@@ -257,6 +262,11 @@ class BlockingSwap:
     def config(self) -> SwapConfig:
         """The settings it was opened with."""
         return self._swap.config
+
+    @property
+    def device(self) -> Device:
+        """The device it was opened on."""
+        return self._swap.device
 
     def sequence(self, *, top_k: TopK | None = None) -> BlockingSequence:
         """A new, empty sequence. See :meth:`hsswap.HighSpeedSwap.sequence`."""

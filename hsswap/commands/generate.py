@@ -6,12 +6,14 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
+from hsswap.captured import MOST_ROWS
 from hsswap.commands.decoding import Decoder, Model, Run, SwapAttention, count_agreeing, dims_of
 from hsswap.commands.generate_args import GenerateOptions, prompt_name, read_prompt
 from hsswap.commands.interrupts import Interrupts
@@ -21,7 +23,7 @@ from hsswap.commands.planning import Plan, make_plan
 from hsswap.commands.plot import check_plot, draw
 from hsswap.commands.progress import Progress
 from hsswap.commands.report import Report
-from hsswap.commands.speculating import Speculation, SpeculativeDecoder
+from hsswap.commands.speculating import HostSpeculativeDecoder, Speculation
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
@@ -64,8 +66,8 @@ class Job:
             raise ArgumentError("--persist needs --dir, the folder that the cache stays in")
         if options.persist and options.verify:
             raise ArgumentError("--verify compares with K and V of one run; leave --persist out")
-        if options.speculate is not None and (options.mode, options.device) != ("exact", "host"):
-            raise ArgumentError("--speculate needs --mode exact and --device host")
+        if options.speculate is not None:
+            check_speculation(options)
         if options.directory is not None:
             check_store_folder(options.directory)
         text = read_prompt(options.prompt_file)
@@ -97,6 +99,17 @@ class Job:
     def model_name(self) -> str:
         """The model's file; the names inside such files are those of training runs."""
         return self.file.path.stem
+
+
+def check_speculation(options: GenerateOptions) -> None:
+    """Raise ArgumentError for what speculation is not made for."""
+    if options.mode != "exact":
+        raise ArgumentError("--speculate needs --mode exact")
+    if options.device != "host" and options.draft >= MOST_ROWS:
+        raise ArgumentError(
+            f"--draft is {options.draft}; a round on a GPU verifies {MOST_ROWS} rows at most, so "
+            f"give 1 to {MOST_ROWS - 1}"
+        )
 
 
 def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -144,7 +157,7 @@ def load_model(file: GgufFile, device: str) -> Model:
     try:
         import torch
 
-        from hsswap.models.torch_llama import TorchLlama
+        from hsswap.models.torch_llama import STEP_ROWS, TorchLlama
     except ImportError as error:
         raise DeviceError(
             f"--device {device} runs the model in torch, which is not installed: "
@@ -158,7 +171,7 @@ def load_model(file: GgufFile, device: str) -> Model:
     # Its own stream for this thread: the legacy default stream waits for all others.
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
-    return TorchLlama.from_gguf(file, device)
+    return TorchLlama.from_gguf(file, device, least_rows=STEP_ROWS)
 
 
 def run_job(
@@ -239,8 +252,12 @@ def make_decoder(
     """One that makes a token at a time, or one that speculates."""
     if options.speculate is None:
         return Decoder(model, swap, attention, verifier=verifier, checkpoint=interrupts.check)
-    assert isinstance(model, Llama)  # of the host device
-    return SpeculativeDecoder(
+    make: Callable[..., Decoder] = HostSpeculativeDecoder
+    if not isinstance(model, Llama):
+        from hsswap.commands.speculating_torch import TorchSpeculativeDecoder
+
+        make = TorchSpeculativeDecoder
+    return make(
         *(model, swap, sequence, attention),
         Speculation(options.speculate, options.draft, options.rounds),
         verifier=verifier,

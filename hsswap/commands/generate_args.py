@@ -51,8 +51,8 @@ PERSIST_HELP = (
 )
 SPECULATE_HELP = (
     "draft tokens and let the model check several at once; the tokens are the same. ngram looks up "
-    "what followed the last tokens before, early-exit asks the first layers of the model. On the "
-    "host device, in exact mode"
+    "what followed the last tokens before, early-exit asks the first layers of the model. In exact "
+    "mode"
 )
 VERIFY_HELP = (
     "compare every attention output with float64 attention by separate code; exit 1 if one is off "

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hsswap.bf16 import F32
 from hsswap.commands.decoding import (
     Decoder,
+    Model,
     Run,
     Speculated,
     Step,
@@ -91,12 +95,19 @@ class SwappedSequence:
             self.verify_s += time.perf_counter() - start
 
 
+class Running(NamedTuple):
+    """A round stream, and how this thread waits for its coroutines."""
+
+    stream: RoundStream
+    wait: Callable[[Coroutine[Any, Any, Any]], Any]
+
+
 class SpeculativeDecoder(Decoder):
     """A :class:`Decoder` whose tokens come in bursts. They are the same, bit for bit."""
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         swap: BlockingSwap,
         sequence: BlockingSequence,
         attention: SwapAttention,
@@ -106,15 +117,79 @@ class SpeculativeDecoder(Decoder):
         checkpoint: Callable[[], None],
     ) -> None:
         super().__init__(model, swap, attention, verifier=verifier, checkpoint=checkpoint)
-        self._speculation = speculation
+        self._speculation, self._sequence = speculation, sequence
         self._vocab_size = model.config.vocab_size
-        self._swapped = SwappedSequence(model, sequence, attention, verifier)
+
+    @abstractmethod
+    def _opened(self, last: int, stops: int) -> AbstractContextManager[Running]:
+        """A stream for a sequence of ``last`` tokens at most; the block's end closes it."""
+
+    @abstractmethod
+    def _verify_s(self) -> float:
+        """Seconds that verification took in rounds so far."""
 
     def _rest(
         self, run: Run, prompt: list[int], count: int, stop_ids: frozenset[int]
     ) -> Iterator[int]:
-        asked, sequence = self._speculation, self._swapped
+        asked = self._speculation
         run.speculated = Speculated(asked.drafter, asked.k, asked.rounds)
+        last = len(prompt) + count - 1  # the last token's K and V are not needed
+        with self._opened(last, len(stop_ids)) as running:
+            start = SequenceStart(prompt, run.tokens[-1], last)
+            running.wait(running.stream.start([start], sorted(stop_ids)))
+            yield from self._bursts(run, running)
+        if self._sequence.length > run.context_tokens - 1:
+            self._sequence.truncate(run.context_tokens - 1)
+
+    def _bursts(self, run: Run, running: Running) -> Iterator[int]:
+        stream, bursts = running.stream, running.stream.bursts()
+        assert run.speculated is not None
+        counts, since, verified_s = self._swap.statistics(), time.perf_counter(), 0.0
+        while (burst := self._next(running, bursts)) is not None:
+            before, counts = counts, self._swap.statistics()
+            start, since = since, time.perf_counter()
+            already_s, verified_s = verified_s, self._verify_s()
+            seconds = since - start - (verified_s - already_s)
+            tokens, run.speculated.acceptance = burst.tokens[0], stream.acceptance
+            run.speculated.why = run.speculated.why or burst.why
+            run.decode_s += seconds
+            run.steps += Step.between(before, counts, seconds).shared_by(len(tokens))
+            for _ in range(burst.rounds):
+                self._count_must_read(run, self._swap.config, run.context_tokens - 1)
+            for token in tokens:
+                run.tokens.append(token)
+                yield token
+            if burst.errors[0] is not None:
+                raise burst.errors[0]
+            self._checkpoint()
+
+    def _next(self, running: Running, bursts: AsyncIterator[Burst]) -> Burst | None:
+        async def following() -> Burst | None:
+            return await anext(bursts, None)
+
+        try:
+            burst: Burst | None = running.wait(following())
+            return burst
+        except DeviceError as error:
+            self._checkpoint()  # a signal ended the pass
+            if isinstance(error.__cause__, HsswapError):
+                raise error.__cause__ from error
+            raise
+
+
+class HostSpeculativeDecoder(SpeculativeDecoder):
+    """With a :class:`~hsswap.models.Llama` in NumPy."""
+
+    def __init__(self, model: Llama, *given: Any, **options: Any) -> None:
+        super().__init__(model, *given, **options)
+        self._swapped = SwappedSequence(model, self._sequence, self._attention, self._verifier)
+
+    def _verify_s(self) -> float:
+        return self._swapped.verify_s
+
+    @contextmanager
+    def _opened(self, last: int, stops: int) -> Iterator[Running]:
+        asked, sequence = self._speculation, self._swapped
         with (
             asyncio.Runner() as runner,
             open_device("host") as device,
@@ -128,51 +203,17 @@ class SpeculativeDecoder(Decoder):
             drafter: Drafter = NgramDrafter(device)
             if asked.drafter == "early-exit":
                 drafter = EarlyExitDrafter([sequence])
-            last = len(prompt) + count - 1  # the last token's K and V are not needed
             stream = RoundStream(
                 *(device, target, drafter),
                 k=asked.k,
                 rounds=asked.rounds,
                 history_tokens=last + 1,
-                stops=len(stop_ids),
+                stops=stops,
             )
             try:
-                start = SequenceStart(prompt, run.tokens[-1], last)
-                runner.run(stream.start([start], sorted(stop_ids)))
-                yield from self._bursts(run, stream, runner)
+                yield Running(stream, runner.run)
             finally:
                 runner.run(stream.close())
-            sequence.truncate(run.context_tokens - 1)
-
-    def _bursts(self, run: Run, stream: RoundStream, runner: asyncio.Runner) -> Iterator[int]:
-        bursts = stream.bursts()
-        assert run.speculated is not None
-        counts, since, verified_s = self._swap.statistics(), time.perf_counter(), 0.0
-        while (burst := runner.run(self._next(bursts))) is not None:
-            before, counts = counts, self._swap.statistics()
-            start, since = since, time.perf_counter()
-            already_s, verified_s = verified_s, self._swapped.verify_s
-            seconds = since - start - (verified_s - already_s)
-            tokens, run.speculated.acceptance = burst.tokens[0], stream.acceptance
-            run.speculated.why = run.speculated.why or burst.why
-            run.decode_s += seconds
-            run.steps += Step.between(before, counts, seconds).shared_by(len(tokens))
-            for _ in range(burst.rounds):
-                self._count_must_read(run, self._swap.config, run.context_tokens - 1)
-            for token in tokens:
-                run.tokens.append(token)
-                yield token
-            if burst.errors[0] is not None:
-                raise burst.errors[0]
-
-    async def _next(self, bursts: AsyncIterator[Burst]) -> Burst | None:
-        try:
-            return await anext(bursts, None)
-        except DeviceError as error:
-            self._checkpoint()  # a signal ended the pass
-            if isinstance(error.__cause__, HsswapError):
-                raise error.__cause__ from error
-            raise
 
     def _admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """One round at a time where a pass must read from disk: whoever reads may have to wait, and

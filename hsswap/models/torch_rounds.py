@@ -46,13 +46,16 @@ class TorchRows:
                 stream.synchronize()
             # A drafter's "no token" is -1 here.
             ids = on_device(replace(tokens, dtype="i32"), model.device).clamp(min=0)
-            lengths = torch.stack([on_device(each.length, model.device) for each in steps])
             places = torch.arange(rows, dtype=torch.int32, device=model.device)
-            positions = (lengths + places).clamp(max=self._last)
+            positions = (self.lengths(steps) + places).clamp(max=self._last)
             attention = self.attention(stream, steps, rows)
             hidden = model.hidden(ids.flatten(), positions.flatten(), attention, layers=layers)
             made = model.logits(hidden).view(len(steps), rows, -1)
             on_device(logits, model.device).copy_(made)
+
+    def lengths(self, steps: Sequence[Steps]) -> torch.Tensor:
+        """Tokens of each sequence before the pass: int32 ``[batch, 1]``."""
+        return torch.stack([on_device(each.length, self._model.device) for each in steps])
 
     def attention(self, stream: Stream, steps: Sequence[Steps], rows: int) -> RowsAttention:
         """Of one pass."""

@@ -131,6 +131,7 @@ class StepsTarget(Target):
         for s, waiting in enumerate(self._waiting):
             position = self._positions[s]
             waiting.begin(position, min(ends[s], position + self._k + 1))
+            waiting.set_length(self._stream)  # drafts stand at it too, before there is a rollback
         return Admission(1, self._why, waits=True)
 
     async def settle(self, positions: Sequence[int]) -> None:

@@ -79,6 +79,10 @@ class WaitingSteps:
         """Back to the position, in every layer; waits."""
         if self._sequence.length > self._position:
             self._wait(self._sequence.truncate(self._position, stream=stream))
+        self.set_length(stream)
+
+    def set_length(self, stream: Stream) -> None:
+        """:attr:`length` to the position."""
         whole = Tensor(self._length.address, (1, 1), (4, 4), "i32", self._length.on_device, self)
         self._kernels.set_word(stream, SetWork(whole, 0, self._position))
 

@@ -119,7 +119,7 @@ async def test_tokens_are_those_of_plain_steps(
             assert int(np.argmax(logits[-1])) == wanted[COUNT + 1]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "exit-1"])
+@pytest.mark.parametrize("drafter", ["ngram", "exit-1", "exit-2"])
 async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
     """Where the tiers hold less than the sequence: one round at a time, which says why; the tokens
     are the same up to the end of the store, and the sequence goes on.
@@ -130,9 +130,10 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
         sequence, stream, model = swap.sequence(), swap.device.stream(), Rows(4)
         first = int(np.argmax((await run_rows(sequence, prompt, 0))[-1]))
         target = StepsTarget(swap.device, stream, [sequence], model, k=3, vocab_size=VOCAB)
-        with StepsEarlyExit(swap.device, target, model, layers=1) as early:
+        layers = 2 if drafter == "exit-2" else 1
+        with StepsEarlyExit(swap.device, target, model, layers=layers) as early:
             async with RoundStream(
-                *(swap.device, target, early if drafter == "exit-1" else NgramDrafter(swap.device)),
+                *(swap.device, target, NgramDrafter(swap.device) if drafter == "ngram" else early),
                 k=3,
                 rounds=2,
                 history_tokens=700,
@@ -144,6 +145,7 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
                     made += burst.tokens[0]
                     assert burst.rounds == 1
                     assert "host_slots" in burst.why
+                assert speculating.acceptance.share >= LEAST_SHARE.get(drafter, 0)
         await target.close()
         stream.close()
         assert made == wanted[: count + 1]

@@ -1,0 +1,177 @@
+"""``hsswap generate --speculate`` with the model in torch: the tokens of plain decoding, through a
+swap on the host device, and on a GPU in captured rounds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from hsswap.commands.generate import load_model, run_job
+from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.report import Report
+from hsswap.errors import ArgumentError
+from hsswap.models import default_model_path, open_gguf
+from tests.running import TINY, TinyRun
+
+torch = pytest.importorskip("torch")
+
+from hsswap.models.torch_llama import STEP_ROWS, TorchLlama  # noqa: E402  (imports torch)
+
+COUNT = 60
+ENOUGH = ("--slots", "900", "--host-slots", "600")
+SCARCE = ("--slots", "131", "--host-slots", "128")
+"""Two tiles and a block a layer: what exact mode cannot do without, on any device."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Runs of one model on one device."""
+
+    where: str
+    model: TorchLlama
+    run: TinyRun
+
+    def report(self, *more: str) -> Report:
+        """Of one run, which must verify if it is asked to."""
+        device = "host" if self.where == "cpu" else self.where
+        job = self.run.job(*more, "--io", "memory", "--device", device)
+        with Interrupts() as interrupts:
+            report, failures = run_job(job, self.model, interrupts, progress_to=StringIO())
+        assert failures == []
+        return report
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def asking(request: pytest.FixtureRequest, tmp_path: Path) -> Asking:
+    """The tiny model, and a prompt of four spans of the host device."""
+    where: str = request.param
+    tiny = TinyRun.make(tmp_path, characters=1200)
+    return asking_of(where, tiny)
+
+
+def asking_of(where: str, run: TinyRun) -> Asking:
+    """With the model loaded as the command does."""
+    file = open_gguf(run.model)
+    if where != "cpu":
+        model = load_model(file, where)
+        assert isinstance(model, TorchLlama)
+        return Asking(where, model, run)
+    return Asking(where, TorchLlama.from_gguf(file, "cpu", least_rows=STEP_ROWS), run)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+@pytest.mark.parametrize(("k", "rounds"), [(1, 1), (4, 4), (15, 2)])
+def test_tokens_are_those_of_plain_decoding(
+    asking: Asking, drafter: str, k: int, rounds: int
+) -> None:
+    """Bit for bit: every pass has matrix products of as many rows."""
+    tokens = ("--tokens", str(COUNT), *ENOUGH)
+    plain = asking.report(*tokens)
+    asked = ("--speculate", drafter, "--draft", str(k), "--rounds", str(rounds))
+    ours = asking.report(*tokens, *asked)
+    assert ours.run.tokens == plain.run.tokens
+    assert ours.run.context_tokens == plain.run.context_tokens
+    assert len(ours.run.steps) == len(plain.run.steps)
+    assert ours.run.speculated is not None
+    assert ours.run.speculated.why == ""
+    assert ours.run.speculated.acceptance.drafted > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+def test_blocks_only_on_disk(asking: Asking, drafter: str) -> None:
+    """The same tokens, one round at a time, and it says why."""
+    tokens = ("--tokens", "20", *SCARCE)
+    plain = asking.report(*tokens)
+    ours = asking.report(*tokens, "--speculate", drafter)
+    assert ours.run.tokens == plain.run.tokens
+    assert ours.run.speculated is not None
+    assert "host_slots" in ours.run.speculated.why
+    assert ours.statistics.bytes_read > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+@pytest.mark.parametrize("slots", [ENOUGH, SCARCE])
+def test_every_pass_verifies(asking: Asking, drafter: str, slots: tuple[str, ...]) -> None:
+    """Drafts' and rejected rows too, up to the last token."""
+    report = asking.report("--tokens", "24", "--verify", "--speculate", drafter, *slots)
+    assert report.verified is not None
+    assert report.verified.failures == 0
+    assert report.verified.calls > TINY.layers * 4
+    assert report.tokens_agree == 24
+
+
+def test_up_to_the_end_of_the_context(asking: Asking, tmp_path: Path) -> None:
+    """No row passes it: the last burst shrinks, and its last round drafts less."""
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("ab" * (TINY.context_tokens - 40))
+    near = TinyRun(asking.run.model, prompt)
+    count = TINY.context_tokens - len(near.job("--tokens", "1").prompt)
+    assert 10 < count < 50
+    tokens = ("--tokens", str(count), "--slots", "900", "--host-slots", "300")
+    here = Asking(asking.where, asking.model, near)
+    plain = here.report(*tokens)
+    assert here.report(*tokens, "--speculate", "ngram", "--draft", "8").run.tokens == (
+        plain.run.tokens
+    )
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+def test_a_continuation_is_stored_and_found_again(
+    asking: Asking, drafter: str, tmp_path: Path
+) -> None:
+    """What bursts left behind the last token is cut before the sequence is kept."""
+    device = "host" if asking.where == "cpu" else asking.where
+    kept = ("--tokens", "30", "--persist", "--dir", str(tmp_path / "store"), *ENOUGH)
+    made = []
+    for _ in range(2):
+        job = asking.run.job(*kept, "--speculate", drafter, "--device", device)
+        with Interrupts() as interrupts:
+            report, _ = run_job(job, asking.model, interrupts, progress_to=StringIO())
+        made.append(report.run)
+    assert made[0].tokens == made[1].tokens
+    assert made[1].prefix_tokens > made[0].prefix_tokens == 0
+
+
+def test_more_drafts_than_a_captured_step_has_rows(tmp_path: Path) -> None:
+    """Said before anything is opened."""
+    tiny = TinyRun.make(tmp_path)
+    for draft, refused in ((15, False), (16, True), (400, True)):
+        asked = ("--speculate", "ngram", "--draft", str(draft), "--device", "cuda:0", *SCARCE)
+        if refused:
+            with pytest.raises(ArgumentError, match="--draft"):
+                tiny.job(*asked)
+        else:
+            tiny.job(*asked)
+
+
+def real_model() -> Path:
+    """HSSWAP_TEST_MODEL, or that of the package."""
+    return Path(os.environ.get("HSSWAP_TEST_MODEL") or default_model_path())
+
+
+WORDS = {"one block": 2, "one span": 60, "codes and tiles": 1500}
+"""Prompts of some 15, 600 and 7,500 tokens: under a leaf of attention, over a span, over tiles."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_smollm2_for_512_tokens(tmp_path: Path, drafter: str, words: int) -> None:
+    """The real model: prompts under and over what each kernel takes, tokens equal to the end of its
+    context, of which the longest leaves too little for a last whole burst.
+    """
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(words)))
+    smol = asking_of("cuda:0", TinyRun(real_model(), prompt))
+    room = smol.model.config.context_tokens - len(smol.run.job("--tokens", "1").prompt)
+    tokens = ("--tokens", str(min(512, room)), "--slots", "18000", "--host-slots", "4000")
+    plain = smol.report(*tokens)
+    ours = smol.report(*tokens, "--speculate", drafter)
+    assert ours.run.tokens == plain.run.tokens
+    assert ours.run.speculated is not None
+    assert ours.run.speculated.why == ""
