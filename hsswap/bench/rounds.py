@@ -2,8 +2,8 @@
 
 R1: bursts of four rounds against the same rounds, captured alike and with the same adaptive depth,
 whose results the host reads one by one; against rounds that are not captured; and against plain
-steps. Tokens a second, accepted drafts, time of the calling thread a token. All arms run in turns,
-and every run's tokens are compared with those of plain decoding.
+steps, one graph each. Tokens a second, accepted drafts, time of the calling thread a token, idle
+time of the device between rounds. All arms run in turns, and every run's tokens are compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,28 @@ import numpy as np
 
 from hsswap.bench.common import Interval, Machine
 from hsswap.bench.lab import Turns, tell
-from hsswap.bench.rounds_arms import WAYS, Engine, HostEngine, Told, Way, arm_of, prompts_of
+from hsswap.bench.rounds_arms import (
+    PLAIN,
+    READ_BACK,
+    WAYS,
+    Decode,
+    Engine,
+    Idle,
+    ReadBack,
+    Told,
+    Way,
+    arm_of,
+    in_bursts,
+    prompts_of,
+    stream_of,
+)
+from hsswap.bench.rounds_host import HostEngine
 from hsswap.commands.generate import load_model
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError
 from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
 from hsswap.models.llama_weights import LayerWeights, LlamaWeights
+from hsswap.rounds import Acceptance, SequenceStart
 
 Row = dict[str, Any]
 BATCHES = (1, 4, 16)
@@ -33,7 +50,8 @@ SMALL = LlamaConfig(
     rope_dims=16, rope_factor=1.0, rms_eps=1e-5, context_tokens=1024, vocab_size=40,
     tied_embeddings=True,
 )  # fmt: skip
-TEXT = """\
+TEXTS = {
+    "code": """\
 for name in names:
     total += counts[name]
     if counts[name] > limit:
@@ -41,8 +59,19 @@ for name in names:
 for name in over:
     total -= counts[name]
     print(name, counts[name])
-"""
-"""What prompts are cut from: code, which n-grams like."""
+""",
+    "prose": """\
+The river had frozen early that winter, and the ferry lay on its side in the reeds like an animal
+asleep. Nobody in the village could remember such a cold November. Anna walked along the dike with
+a basket of bread under her arm, counting the posts that still stood, and thought about the letter
+which had come from the city the day before. Her brother wanted to sell the mill. He wrote that the
+machines were old, that flour from abroad was cheaper, and that she should come and live with him.
+She had read the page three times, first with anger, then with a kind of pity, and at last without
+any feeling at all. Behind her a dog barked; smoke rose straight up from the chimneys. If the ice
+held until evening, she decided, she would cross it on foot and give him her answer herself.
+""",
+}
+"""What prompts are cut from: n-grams like code that repeats itself, and find little in prose."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="host", metavar="NAME", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
     add("--batch", default=",".join(map(str, BATCHES)), metavar="N,N", help="sequences (1,4,16)")
+    add("--texts", default=",".join(TEXTS), metavar="A,B", help="prompts (code,prose)")
     add("--ways", metavar="A,B", help="only these: " + ", ".join(way.name for way in WAYS))
     add("--draft", type=int, default=4, metavar="K", help="drafts a round (4)")
     add("--tokens", type=int, default=48, metavar="N", help="tokens of each sequence a run (48)")
@@ -65,37 +95,52 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     tokens.
     """
     batches, ways = _numbers(args.batch), _ways(args.ways)
+    names = _texts(args.texts)
     for name, value in (("--draft", args.draft), ("--tokens", args.tokens)):
         if value < 1:
             raise ArgumentError(f"{name} is {value}; 1 and more")
     model: Any
+    texts: dict[str, list[int]]
     if args.quick and args.device == "host":
-        model, text = small_model(), list(range(SMALL.vocab_size)) * 4
+        model = small_model()
+        texts = {name: list(range(SMALL.vocab_size)) * 4 for name in names}
     else:
         file = open_gguf(args.model or default_model_path())
-        model, text = load_model(file, args.device), Tokenizer.from_gguf(file).encode(TEXT)
+        model, tokenizer = load_model(file, args.device), Tokenizer.from_gguf(file)
+        texts = {name: tokenizer.encode(TEXTS[name]) for name in names}
     rows: list[Row] = []
     for batch in batches:
-        prompts = prompts_of(text, batch, args.prompt)
-        measured = _measure(
-            args.device, model, prompts, args.tokens, args.draft, ways=ways, quick=args.quick
-        )
-        rows += asyncio.run(measured)
-    result = {
+        for name, text in texts.items():
+            prompts = prompts_of(text, batch, args.prompt)
+            measured = _measure(
+                args.device, model, prompts, args.tokens, args.draft, ways=ways, quick=args.quick
+            )
+            rows += [{"text": name, **row} for row in asyncio.run(measured)]
+            if args.out:  # as it grows: a long run may be cut
+                _write(args, rows)
+    result = _result(args, rows)
+    if args.out:
+        _write(args, rows)
+    if args.json:
+        print(json.dumps(result, indent=1))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def _write(args: argparse.Namespace, rows: list[Row]) -> None:
+    args.out.write_text(json.dumps(_result(args, rows), indent=1) + "\n")
+
+
+def _result(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    return {
         "bench": "rounds",
         "quick": bool(args.quick),
         "machine": Machine.here().as_dict(),
         "device": args.device,
         "k": args.draft,
         "tokens": args.tokens,
+        "prompt": args.prompt,
         "rows": rows,
     }
-    text_of_all = json.dumps(result, indent=1)
-    if args.out:
-        args.out.write_text(text_of_all + "\n")
-    if args.json:
-        print(text_of_all)
-    return 0 if all(row["passed"] for row in rows) else 1
 
 
 async def _measure(
@@ -120,43 +165,61 @@ async def _measure(
             engine = await opened.enter_async_context(
                 TorchEngine.open(model, device, prompts, tokens, k)
             )
-        expected = engine.plain() or [[] for _ in prompts]
+        first = await _decode_of(engine, READ_BACK, opened)
+        expected, _ = await first(engine.starts(READ_BACK))
         arms = {}
         for way in ways:
-            stream = await opened.enter_async_context(engine.stream(way))
-            arms[way.name] = arm_of(engine, way, stream, expected, told[way.name])
+            decode = await _decode_of(engine, way, opened)
+            arms[way.name] = arm_of(engine, way, decode, expected, told[way.name])
         turns = await Turns.of(arms, quick=quick)
-        rounds_s = {way.name: engine.round_s(way) for way in ways}
-    return [_row(way.name, len(prompts), turns, told[way.name], rounds_s[way.name]) for way in ways]
+        idle = {}
+        for way in ways:
+            with engine.watched(way) as watched:
+                await arms[way.name]()
+                idle[way.name] = watched()
+    return [_row(way.name, len(prompts), turns, told[way.name], idle[way.name]) for way in ways]
 
 
-def _row(name: str, batch: int, turns: Turns, told: Told, round_s: float | None) -> Row:
+async def _decode_of(engine: Engine, way: Way, opened: AsyncExitStack) -> Decode:
+    """How a way decodes."""
+    if way is PLAIN:
+
+        async def plain(_: list[SequenceStart]) -> tuple[list[list[int]], Acceptance]:
+            made = await engine.plain()
+            return made, Acceptance(sum(map(len, made)), 0, 0)
+
+        return plain
+    setting = engine.setting(way)
+    if way.reads_back:
+        return opened.enter_context(ReadBack(setting, way.options)).run
+    return partial(in_bursts, await opened.enter_async_context(stream_of(setting, way)))
+
+
+def _row(name: str, batch: int, turns: Turns, told: Told, idle: Idle | None) -> Row:
     rate = Interval.of([1 / seconds for seconds in turns.seconds[name]])
     row: Row = {
         "arm": name,
         "batch": batch,
         "tokens_per_s": _plain(rate),
-        "device_us_per_round": None if round_s is None else 1e6 * round_s,
-        "device_idle": None,
+        "device_us_per_round": None if idle is None else idle.round_us,
+        "device_idle": None if idle is None else idle.share,
         "host_us_per_token": 1e6 * told.host_s / told.tokens,
         "acceptance": told.acceptance.share,
         "tokens_per_round": told.acceptance.tokens_a_round,
+        "same_tokens": told.agrees,
     }
-    if round_s is not None:
-        wall_s = turns.seconds[name][-1] * told.tokens
-        row["device_idle"] = 1 - told.rounds * round_s / wall_s
     for other in {"plain", "eager", "read-back"} & set(turns.seconds):
         ratio = turns.of_turns(lambda other=other, **s: s[other] / s[name])
         row[f"against_{other.replace('-', '_')}"] = _plain(ratio)
     against = ", ".join(
         f"{row[key]['median']:.3f}x {key[8:]}" for key in sorted(row) if key.startswith("against_")
     )
-    row["passed"] = name != "stream" or round_s is None or _holds(row)
+    row["passed"] = name != "stream" or idle is None or _holds(row)
     tell(
         f"batch {batch:2} {name:10} {rate.median:8.2f} tokens/s, "
         f"{told.acceptance.tokens_a_round:.2f} a round, "
         f"{against}"
-        + ("" if round_s is None else f", idle {row['device_idle']:.1%} of {1e6 * round_s:.0f} us")
+        + ("" if idle is None else f", idle {idle.share:.2%}, a round {idle.round_us:.0f} us")
     )
     return row
 
@@ -180,6 +243,13 @@ def _ways(text: str | None) -> list[Way]:
     if unknown := [name for name in names if name not in known]:
         raise ArgumentError(f"--ways has {', '.join(unknown)}; known: {', '.join(known)}")
     return [known[name] for name in names]
+
+
+def _texts(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in TEXTS]:
+        raise ArgumentError(f"--texts has {', '.join(unknown)}; known: {', '.join(TEXTS)}")
+    return names
 
 
 def _numbers(text: str) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hsswap.bench import rounds
-from hsswap.bench.rounds_arms import WAYS, HostEngine, Told, arm_of, prompts_of
+from hsswap.bench.rounds_arms import READ_BACK, WAYS, ReadBack, Told, arm_of, prompts_of
+from hsswap.bench.rounds_host import HostEngine
 from hsswap.commands.interrupts import Interrupts
 from hsswap.errors import ArgumentError, VerifyError
 
@@ -25,7 +26,12 @@ def parse(*arguments: str) -> argparse.Namespace:
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every arm and batch has its row, with rates and ratios; the file is what is printed."""
     out = tmp_path / "rounds.json"
-    assert rounds.main(parse(*ARGUMENTS, "--batch", "1,2", "--out", str(out)), Interrupts()) == 0
+    assert (
+        rounds.main(
+            parse(*ARGUMENTS, "--batch", "1,2", "--texts", "code", "--out", str(out)), Interrupts()
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert json.loads(out.read_text()) == found
@@ -41,6 +47,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert 0 <= row["acceptance"] <= 1
         assert 1 <= row["tokens_per_round"] <= 4
         assert row["passed"]
+        assert row["same_tokens"] == 1
         if row["arm"] == "plain":
             assert row["tokens_per_round"] == 1
             assert row["against_plain"]["median"] == 1
@@ -51,11 +58,13 @@ async def test_wrong_tokens_are_no_figure() -> None:
     """An arm that makes other tokens than plain decoding ends the bench."""
     prompts = prompts_of(range(9), 1, 20)
     with HostEngine(rounds.small_model(), prompts, 8, 2) as engine:
-        expected = engine.plain()
+        expected = await engine.plain()
         expected[0][-1] += 1
-        async with engine.stream(WAYS[2]) as stream:
-            with pytest.raises(VerifyError, match="read-back"):
-                await arm_of(engine, WAYS[2], stream, expected, Told())()
+        with (
+            ReadBack(engine.setting(READ_BACK), READ_BACK.options) as loop,
+            pytest.raises(VerifyError, match="read-back"),
+        ):
+            await arm_of(engine, READ_BACK, loop.run, expected, Told())()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +73,7 @@ async def test_wrong_tokens_are_no_figure() -> None:
         ("--batch", "0"),
         ("--batch", "two"),
         ("--ways", "stream,backwards"),
+        ("--texts", "code,verse"),
         ("--draft", "0"),
         ("--tokens", "0"),
     ],
