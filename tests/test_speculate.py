@@ -108,9 +108,16 @@ def test_report(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_it_cannot_be_used_with(tiny: TinyRun) -> None:
-    for more in (["--mode", "topk"], ["--device", "cuda:0"]):
-        with pytest.raises(ArgumentError, match="--speculate"):
-            tiny.job("--speculate", "ngram", *more)
+    with pytest.raises(ArgumentError, match="--mode exact"):
+        tiny.job("--speculate", "ngram", "--mode", "topk")
+    scarce = ["--slots", "131", "--host-slots", "128"]
+    for draft in (15, 16):
+        asked = ["--device", "cuda:0", "--draft", str(draft), *scarce]
+        if draft < 16:
+            tiny.job("--speculate", "ngram", *asked)
+            continue
+        with pytest.raises(ArgumentError, match="--draft is 16"):
+            tiny.job("--speculate", "ngram", *asked)
 
 
 def test_steps_of_a_burst_add_up() -> None:

@@ -14,7 +14,6 @@ import pytest
 from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.report import Report
-from hsswap.errors import ArgumentError
 from hsswap.models import default_model_path, open_gguf
 from tests.running import TINY, TinyRun
 
@@ -135,18 +134,6 @@ def test_a_continuation_is_stored_and_found_again(
         made.append(report.run)
     assert made[0].tokens == made[1].tokens
     assert made[1].prefix_tokens > made[0].prefix_tokens == 0
-
-
-def test_more_drafts_than_a_captured_step_has_rows(tmp_path: Path) -> None:
-    """Said before anything is opened."""
-    tiny = TinyRun.make(tmp_path)
-    for draft, refused in ((15, False), (16, True), (400, True)):
-        asked = ("--speculate", "ngram", "--draft", str(draft), "--device", "cuda:0", *SCARCE)
-        if refused:
-            with pytest.raises(ArgumentError, match="--draft"):
-                tiny.job(*asked)
-        else:
-            tiny.job(*asked)
 
 
 def real_model() -> Path:

@@ -187,6 +187,15 @@ class StreamBufs(Closeable):
                     "a temperature in a greedy stream; give RoundOptions(choosing=Choosing.SAMPLE)"
                 )
 
+    def check_sizes(self, sequences: Sequence[SequenceStart], stop_tokens: Sequence[int]) -> None:
+        """Raise ArgumentError for more sequences or stop tokens than there is room for."""
+        stops = self.stop_tokens.shape[1]
+        check_tokens(stop_tokens, "stop tokens")
+        if len(sequences) != self.batch:
+            raise ArgumentError(f"{len(sequences)} sequences for a batch of {self.batch}")
+        if len(stop_tokens) > stops:
+            raise ArgumentError(f"{len(stop_tokens)} stop tokens; there is room for {stops}")
+
     async def start(
         self, stream: Stream, sequences: Sequence[SequenceStart], stop_tokens: Sequence[int] = ()
     ) -> None:
@@ -195,12 +204,8 @@ class StreamBufs(Closeable):
         No burst may be under way. ``depth`` becomes k. Raises ArgumentError when there are more
         sequences, tokens or stop tokens than there is room for.
         """
-        room, stops = self.history.shape[1], self.stop_tokens.shape[1]
-        check_tokens(stop_tokens, "stop tokens")
-        if len(sequences) != self.batch:
-            raise ArgumentError(f"{len(sequences)} sequences for a batch of {self.batch}")
-        if len(stop_tokens) > stops:
-            raise ArgumentError(f"{len(stop_tokens)} stop tokens; there is room for {stops}")
+        self.check_sizes(sequences, stop_tokens)
+        room = self.history.shape[1]
         image = {name: t.array() for name, t in _split(self._inbox, self._layout).items()}
         for array in image.values():
             array[...] = 0

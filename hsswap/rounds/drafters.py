@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hsswap.driver.base import Device, Stream
+from hsswap.driver.round_checks import NGRAM_LONGEST
 from hsswap.driver.round_operations import NgramWork
 from hsswap.errors import ArgumentError
 from hsswap.rounds.buffers import StreamBufs
@@ -17,9 +18,11 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, device: Device, *, shortest: int = 1, longest: int = 3) -> None:
-        if not 1 <= shortest <= longest:
+        whole = isinstance(shortest, int) and isinstance(longest, int)
+        if not whole or not 1 <= shortest <= longest <= NGRAM_LONGEST:
             raise ArgumentError(
-                f"n-grams of {shortest} to {longest} tokens; give 1 or more, in order"
+                f"n-grams of {shortest!r} to {longest!r} tokens; give whole numbers from 1 to "
+                f"{NGRAM_LONGEST}, in order"
             )
         self._kernels = device.round_kernels()
         self._shortest, self._longest = shortest, longest

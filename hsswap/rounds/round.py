@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -44,10 +45,13 @@ class RoundOptions:
     captured: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p_min <= 1.0:
-            raise ArgumentError(f"p_min is {self.p_min}; 0 to 1 is possible")
-        if self.adapt_from is not None and self.adapt_from < 1:
-            raise ArgumentError(f"adapt_from is {self.adapt_from}; 1 and more, or None")
+        if not isinstance(self.p_min, Real) or not 0.0 <= self.p_min <= 1.0:
+            raise ArgumentError(f"p_min is {self.p_min!r}; a number from 0 to 1 is possible")
+        whole = isinstance(self.adapt_from, Integral) and not isinstance(self.adapt_from, bool)
+        if self.adapt_from is not None and not (whole and self.adapt_from >= 1):
+            raise ArgumentError(f"adapt_from is {self.adapt_from!r}; a whole number of 1 and more")
+        if not isinstance(self.choosing, Choosing):
+            raise ArgumentError(f"choosing is {self.choosing!r}; give a Choosing")
 
 
 class Round(Closeable):

@@ -157,14 +157,17 @@ class StepsTarget(Target):
         try:
             await self._open_steps(further)
         except (OutOfBlocks, OutOfSlots):
-            await self._close_steps()
-            try:
-                await self._open_steps(ends)
-            except BaseException:
-                await self._close_steps()
-                raise
+            await self._open_steps(ends)
 
     async def _open_steps(self, ends: Sequence[int]) -> None:
+        """Of all sequences, or of none."""
+        try:
+            await self._open_each(ends)
+        except BaseException:
+            await self._close_steps()
+            raise
+
+    async def _open_each(self, ends: Sequence[int]) -> None:
         for sequence, end in zip(self._sequences, ends, strict=True):
             opened = sequence.captured(end - sequence.length, rows=self._k + 1, stream=self._stream)
             self._captured.append(await self._sessions.enter_async_context(opened))

@@ -260,6 +260,13 @@ class RoundStream:
                 await self.stream.record().wait()
 
     async def _begin(self, sequences: list[SequenceStart], stop_tokens: Sequence[int]) -> None:
+        self._bufs.check_sizes(sequences, stop_tokens)
+        # Until all of it is there, whatever ends it half-way.
+        self._failure = ArgumentError("the last start was not finished; start again")
+        self._starts, self._positions, self._ended = [], [], []
+        self._drained, self._error = None, None
+        self._undelivered.clear()
+        self._tokens.clear()
         await self._bufs.start(self.stream, sequences, stop_tokens)
         reset = partial(self._rounds.reset, self.stream)
         await in_thread(reset, executor=self._thread)
@@ -270,10 +277,8 @@ class RoundStream:
             End.LENGTH if s.pending is not None and len(s.tokens) >= s.capacity else None
             for s in sequences
         ]
-        self._drained, self._failure, self._error = None, None, None
-        self._undelivered.clear()
-        self._tokens.clear()
         await self._target.settle(self._positions)
+        self._failure = None
 
     async def _issue(self) -> bool:
         """Enqueue one more burst, if there is use for it and room. Whether one was."""

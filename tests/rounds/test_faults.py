@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -246,18 +247,38 @@ def test_sizes_under_one_are_refused(k: int, rounds: int, batch: int, history: i
 
 def test_a_target_of_another_k_is_refused() -> None:
     """Its logits have another number of rows."""
-    with HostDevice() as device, TableTarget(device, 3, [PROMPT], vocab=VOCAB, room=9) as target:
-        with pytest.raises(ArgumentError, match="logits"):
-            RoundStream(device, target, NgramDrafter(device), k=4, rounds=1, history_tokens=9)
-        with pytest.raises(ArgumentError, match="n-grams"):
-            NgramDrafter(device, shortest=3, longest=2)
+    with (
+        HostDevice() as device,
+        TableTarget(device, 3, [PROMPT], vocab=VOCAB, room=9) as target,
+        pytest.raises(ArgumentError, match="logits"),
+    ):
+        RoundStream(device, target, NgramDrafter(device), k=4, rounds=1, history_tokens=9)
 
 
-@pytest.mark.parametrize(("p_min", "adapt_from"), [(2.0, None), (-0.1, None), (0.5, 0)])
-def test_options_out_of_range(p_min: float, adapt_from: int | None) -> None:
-    """A probability is one, and a depth is at least 1."""
-    with pytest.raises(ArgumentError):
-        RoundOptions(p_min=p_min, adapt_from=adapt_from)
+@pytest.mark.parametrize(("shortest", "longest"), [(3, 2), (0, 2), (1, 9), (1.0, 2), (None, 3)])
+def test_n_grams_that_no_kernel_looks_up(shortest: Any, longest: Any) -> None:
+    """Said when the drafter is made, not in the first round."""
+    with HostDevice() as device, pytest.raises(ArgumentError, match="n-grams"):
+        NgramDrafter(device, shortest=shortest, longest=longest)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"p_min": 2.0},
+        {"p_min": -0.1},
+        {"p_min": float("nan")},
+        {"p_min": "half"},
+        {"adapt_from": 0},
+        {"adapt_from": 1.5},
+        {"adapt_from": True},
+        {"choosing": "greedy"},
+    ],
+)
+def test_options_out_of_range(wrong: dict[str, Any]) -> None:
+    """A probability is one, a depth is a whole number of at least 1."""
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        RoundOptions(**wrong)
 
 
 async def test_starts_that_cannot_be() -> None:
