@@ -153,18 +153,21 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """``one()`` enqueues a round. ``is_quick``: in microseconds, and without ever waiting."""
+    """``one()`` enqueues a round, up to ``most`` times. ``is_quick``: in microseconds, and without
+    ever waiting.
+    """
 
     one: Callable[[], None]
     is_quick: bool
+    most: int
 
 
 class Rounds(Closeable):
     """The round of a stream as something to launch: eagerly once, then as a graph.
 
-    The first burst loads what a capture may not: modules, workspaces. The graph is passed over once
-    every sequence has ended. When the target's lengths have moved, both are made anew. Raises
-    ArgumentError where target, drafter and buffers do not fit.
+    The eager round, which is a burst of its own, loads what a capture may not: modules, workspaces.
+    The graph is passed over once every sequence has ended. When the target's lengths have moved,
+    both are made anew. Raises ArgumentError where target, drafter and buffers do not fit.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class Rounds(Closeable):
         self._make: Callable[[], Round] = partial(Round, device, bufs, target, drafter, options)
         running = RunningWork(bufs.flags, bufs.pos_ctr, bufs.pend, bufs.capacity)
         self._skipping: Callable[[Graph], Graph] = partial(device.skipping, work=running)
-        self._target, self._captured = target, options.captured
+        self._target, self._captured, self._most = target, options.captured, bufs.m_rounds
         self._addresses = target.length_addresses
         self._round = self._make()
         self._graph: Graph | None = None
@@ -195,10 +198,11 @@ class Rounds(Closeable):
         enqueue = partial(self._round.enqueue, stream)
         if waits or not (self._captured and self._has_run):
             self._has_run = True
-            return Launches(enqueue, is_quick=False)
+            most = 1 if self._captured else self._most
+            return Launches(enqueue, is_quick=False, most=most)
         if self._graph is None:
             self._graph = self._target.capture(stream, enqueue, self._skipping)
-        return Launches(partial(self._graph.launch, stream), is_quick=True)
+        return Launches(partial(self._graph.launch, stream), is_quick=True, most=self._most)
 
     def reset(self, stream: Stream) -> None:
         """See :meth:`Round.reset`: another stream of the target may have moved its lengths."""

@@ -41,7 +41,8 @@ class End(Enum):
 @dataclass(frozen=True, slots=True)
 class Burst:
     """What one burst made. Of each sequence: ``tokens`` in order, ``ended`` (None: it goes on) and
-    ``errors`` (None: none). ``rounds`` that it had; ``why`` they were fewer than asked for, or "".
+    ``errors`` (None: none). ``rounds`` that it had: one in the first burst, which is not captured,
+    few at the end; ``why`` others had fewer than asked for, or "".
     """
 
     tokens: list[list[int]]
@@ -305,10 +306,10 @@ class RoundStream:
         launches = await in_thread(prepare, executor=self._thread)
 
         def enqueue() -> None:
-            done = 0
+            done, wanted = 0, min(rounds, launches.most)
             self._bufs.begin(self.stream)
             try:
-                while done < rounds:
+                while done < wanted:
                     launches.one()
                     done += 1
             finally:
