@@ -21,6 +21,7 @@ from tests.running import TinyRun
 torch = pytest.importorskip("torch")
 
 from hsswap.models.torch_llama import (  # noqa: E402  (imports torch)
+    STEP_ROWS,
     PlainTorchAttention,
     TorchLlama,
     random_weights,
@@ -93,6 +94,38 @@ def test_fewer_layers_are_the_body_of_a_drafter(tmp_path: Path, where: str) -> N
     assert torch.equal(chosen, model.logits(whole).argmax(-1))
     last = model.hidden(ids, positions, model.plain_attention(30), last_only=True)
     torch.testing.assert_close(last, whole[-1:], rtol=1e-4, atol=1e-4)
+
+
+class Echo:
+    """Attention that gives each row its own queries back: no row sees another."""
+
+    def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+        return queries
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 15, 16])
+def test_rows_alone_have_the_bits_of_rows_among_others(where: str, rows: int) -> None:
+    """With ``least_rows``, wherever the row stands; the first layers alone too."""
+    config = LlamaConfig(
+        layers=2, width=576, q_heads=9, kv_heads=3, head_dim=64, ffn_width=1536, rope_base=1e4,
+        rope_dims=64, rope_factor=1.0, rms_eps=1e-5, context_tokens=64, vocab_size=5000,
+        tied_embeddings=True,
+    )  # fmt: skip
+    model = TorchLlama(config, random_weights(config, where, torch.float32), least_rows=STEP_ROWS)
+    ids = torch.arange(rows, device=where) * 311 % config.vocab_size
+    positions = torch.arange(rows, device=where) + 7
+    together = model.logits(model.hidden(ids, positions, Echo()))
+    assert together.shape == (rows, config.vocab_size)
+    early = model.hidden(ids, positions, Echo(), layers=1)
+    for row in range(rows):
+        one = slice(row, row + 1)
+        alone = model.hidden(ids[one], positions[one], Echo())
+        assert torch.equal(model.logits(alone), together[one])
+        assert torch.equal(model.hidden(ids[one], positions[one], Echo(), layers=1), early[one])
+    usual = TorchLlama(config, model.weights)
+    torch.testing.assert_close(
+        usual.logits(usual.hidden(ids, positions, Echo())), together, rtol=2e-2, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("mode", ["exact", "topk"])
