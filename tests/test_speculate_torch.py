@@ -141,24 +141,33 @@ def real_model() -> Path:
     return Path(os.environ.get("HSSWAP_TEST_MODEL") or default_model_path())
 
 
-WORDS = {"one block": 2, "one span": 60, "codes and tiles": 1500}
-"""Prompts of some 15, 600 and 7,500 tokens: under a leaf of attention, over a span, over tiles."""
+WORDS = {"a block": 2, "a span": 60, "tiles": 570, "the end of the context": 650}
+"""Prompts of 12, 544, 6,840 and 7,890 tokens: under a leaf of attention, under and then over a span,
+over tiles, and with less room than 512 tokens.
+"""
+
+
+@pytest.fixture(scope="module", params=WORDS.values(), ids=WORDS)
+def smol(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Asking, tuple[str, ...], list[int]]:
+    """The real model with a prompt, what is asked for, and the tokens of plain decoding."""
+    prompt = tmp_path_factory.mktemp("smol") / "prompt.txt"
+    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(request.param)))
+    asking = asking_of("cuda:0", TinyRun(real_model(), prompt))
+    room = asking.model.config.context_tokens - len(asking.run.job("--tokens", "1").prompt)
+    asked = ("--tokens", str(min(512, room)), "--slots", "18000", "--host-slots", "4000")
+    return asking, asked, asking.report(*asked).run.tokens
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
-def test_smollm2_for_512_tokens(tmp_path: Path, drafter: str, words: int) -> None:
-    """The real model: prompts under and over what each kernel takes, tokens equal to the end of its
-    context, of which the longest leaves too little for a last whole burst.
-    """
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(words)))
-    smol = asking_of("cuda:0", TinyRun(real_model(), prompt))
-    room = smol.model.config.context_tokens - len(smol.run.job("--tokens", "1").prompt)
-    tokens = ("--tokens", str(min(512, room)), "--slots", "18000", "--host-slots", "4000")
-    plain = smol.report(*tokens)
-    ours = smol.report(*tokens, "--speculate", drafter)
-    assert ours.run.tokens == plain.run.tokens
+def test_smollm2_for_512_tokens(
+    smol: tuple[Asking, tuple[str, ...], list[int]], drafter: str
+) -> None:
+    """Swap and speculation on: the tokens of plain decoding, up to the end of the context."""
+    asking, asked, plain = smol
+    ours = asking.report(*asked, "--speculate", drafter)
+    assert ours.run.tokens == plain
     assert ours.run.speculated is not None
     assert ours.run.speculated.why == ""
