@@ -142,8 +142,8 @@ def real_model() -> Path:
 
 
 WORDS = {"a block": 2, "a span": 60, "tiles": 570, "the end of the context": 650}
-"""Prompts of 12, 544, 6,840 and 7,890 tokens: under a leaf of attention, under and then over a span,
-over tiles, and with less room than 512 tokens.
+"""Prompts of 12, 544, 6,840 and 7,890 tokens: under a leaf of attention, first under and then over a
+span, over tiles, and with less room than 512 tokens.
 """
 
 
@@ -155,8 +155,9 @@ def smol(
     prompt = tmp_path_factory.mktemp("smol") / "prompt.txt"
     prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(request.param)))
     asking = asking_of("cuda:0", TinyRun(real_model(), prompt))
-    room = asking.model.config.context_tokens - len(asking.run.job("--tokens", "1").prompt)
-    asked = ("--tokens", str(min(512, room)), "--slots", "18000", "--host-slots", "4000")
+    slots = ("--slots", "18000", "--host-slots", "4000")
+    room = asking.model.config.context_tokens - len(asking.run.job("--tokens", "1", *slots).prompt)
+    asked = ("--tokens", str(min(512, room)), *slots)
     return asking, asked, asking.report(*asked).run.tokens
 
 
