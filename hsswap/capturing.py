@@ -27,6 +27,9 @@ from hsswap.reusing import Reusing
 from hsswap.tiers import I32
 from hsswap.writeback import Batch
 
+MOST_TOKENS = (1 << 31) - 1
+"""What a counter on the device can hold; a store with room for fewer raises OutOfBlocks."""
+
 
 @dataclass(eq=False, slots=True)
 class _Holding:
@@ -66,8 +69,7 @@ class Capturing(Reusing):
         """
         raw_stream = self._swap.stream_of(stream)
         with self._exclusive("captured"):
-            longest = self._swap.config.capacity_blocks * self._swap.config.dims.block_size
-            tokens = checked_length(tokens, longest, what="tokens")
+            tokens = checked_length(tokens, MOST_TOKENS, what="tokens")
             rows = checked_length(rows, MOST_ROWS, what="rows", least=1)
             before = _Before(len(self.ids), self._reservation.counts())
             with self._all_or_nothing():

@@ -81,6 +81,16 @@ def test_tokens_are_those_of_plain_decoding(
     assert ours.run.speculated.acceptance.drafted > 0
 
 
+def test_a_short_prompt(asking: Asking, tmp_path: Path) -> None:
+    """A store with less room than steps are opened for at a time."""
+    prompt = tmp_path / "short.txt"
+    prompt.write_text("abc")
+    here = Asking(asking.where, asking.model, TinyRun(asking.run.model, prompt))
+    tokens = ("--tokens", "30", *ENOUGH)
+    plain = here.report(*tokens)
+    assert here.report(*tokens, "--speculate", "early-exit").run.tokens == plain.run.tokens
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
 def test_blocks_only_on_disk(asking: Asking, drafter: str) -> None:
     """The same tokens, one round at a time, and it says why."""
@@ -142,7 +152,7 @@ def real_model() -> Path:
 
 
 WORDS = {"a block": 2, "a span": 60, "tiles": 570, "the end of the context": 650}
-"""Prompts of 12, 544, 6,840 and 7,890 tokens: under a leaf of attention, first under and then over a
+"""Prompts of 12, 544, 6,837 and 7,877 tokens: under a leaf of attention, under and then over a
 span, over tiles, and with less room than 512 tokens.
 """
 
