@@ -157,7 +157,7 @@ span, over tiles, and with less room than 512 tokens.
 """
 
 
-@pytest.fixture(scope="module", params=WORDS.values(), ids=WORDS)
+@pytest.fixture(scope="module", params=WORDS.values(), ids=list(WORDS))
 def smol(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Asking, tuple[str, ...], list[int]]:
