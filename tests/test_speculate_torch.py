@@ -103,6 +103,15 @@ def test_blocks_only_on_disk(asking: Asking, drafter: str) -> None:
     assert ours.statistics.bytes_read > 0
 
 
+def test_a_cache_of_fp8(asking: Asking) -> None:
+    """Rejected rows were rounded with scales of their own, and are overwritten."""
+    tokens = ("--tokens", "40", "--kv-dtype", "e4m3", *ENOUGH)
+    plain = asking.report(*tokens)
+    ours = asking.report(*tokens, "--speculate", "early-exit")
+    assert ours.run.tokens == plain.run.tokens
+    asking.report(*tokens, "--speculate", "early-exit", "--verify")
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
 @pytest.mark.parametrize("slots", [ENOUGH, SCARCE])
 def test_every_pass_verifies(asking: Asking, drafter: str, slots: tuple[str, ...]) -> None:
