@@ -114,9 +114,7 @@ class StepsTarget(Target):
         Where the tiers cannot hold every block of the sequences, one round is admitted at a time,
         whose passes may wait for the disk. Raises OutOfBlocks.
         """
-        if self._captured and all(
-            end <= steps.most_length for end, steps in zip(ends, self._captured, strict=True)
-        ):
+        if self._captured and all(map(_holds, self._captured, self._positions, ends)):
             return Admission(rounds)
         if under_way:
             return Admission(0, self._why)
@@ -141,9 +139,6 @@ class StepsTarget(Target):
     async def close(self) -> None:
         """Give the sequences back, cut to what was settled, and free the logits. Twice is fine."""
         await self._close_steps()
-        for sequence, position in zip(self._sequences, self._positions, strict=True):
-            if self._waiting and not sequence.closed and sequence.length > position:
-                await sequence.truncate(position, stream=self._stream)
         self._waiting = []
         self._buffer.close()
 
@@ -176,10 +171,16 @@ class StepsTarget(Target):
         self.steps = self._captured
 
     async def _close_steps(self) -> None:
+        """Sequences go on at their positions, which may be before where steps were opened: blocks
+        that were full there are let go, not written over.
+        """
         for steps, position in zip(self._captured, self._positions, strict=False):
-            steps.finish(position)
+            steps.finish(max(position, steps.first_length))
         self._captured, self.steps, self.length_addresses = [], (), None
         await self._sessions.aclose()
+        for sequence, position in zip(self._sequences, self._positions, strict=True):
+            if not sequence.closed and sequence.length > position:
+                await sequence.truncate(position, stream=self._stream)
 
     def _wait_from_now_on(self) -> None:
         """Sequences only grow: what does not fit now never will."""
@@ -190,3 +191,8 @@ class StepsTarget(Target):
         ]
         self.steps = self._waiting
         self.length_addresses = addresses_of([self._lengths], len(self._sequences))
+
+
+def _holds(steps: CapturedSteps, position: int, end: int) -> bool:
+    """Whether rounds from a position to an end write only what these steps hold."""
+    return steps.first_length <= position and end <= steps.most_length

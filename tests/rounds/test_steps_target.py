@@ -220,3 +220,39 @@ async def test_two_streams_take_turns_on_one_target() -> None:
                 assert [t async for t in streams[turn % 2].tokens()] == wanted[1 : COUNT + 1]
         await target.close()
         stream.close()
+
+
+@pytest.mark.parametrize("session", [4, 512])
+async def test_a_start_from_another_token_changes_no_full_block(session: int) -> None:
+    """Back before where steps were opened again: full blocks there are on disk, and keep the bytes
+    that were written. What comes behind the prompt gets blocks of its own.
+    """
+    prompt, k, count = PROMPTS[0], 3, 40
+    wanted = await plain(prompt, count + 1)
+    other = (wanted[0] + 1) % VOCAB
+    wanted_other = await plain([*prompt, other], 10)
+    async with swap_of() as swap, swap.sequence() as sequence:
+        stream, model = swap.device.stream(), Rows(k + 1)
+        await run_rows(sequence, prompt, 0)
+        target = StepsTarget(
+            *(swap.device, stream, [sequence], model),
+            k=k,
+            vocab_size=VOCAB,
+            session_tokens=session,
+        )
+        async with RoundStream(
+            *(swap.device, target, NgramDrafter(swap.device)),
+            k=k,
+            rounds=2,
+            history_tokens=300,
+            stream=stream,
+        ) as speculating:
+            await speculating.start([SequenceStart(prompt, wanted[0], len(prompt) + count)])
+            assert [t async for t in speculating.tokens()] == wanted[1 : count + 1]
+            await speculating.start([SequenceStart(prompt, other, len(prompt) + 9)])
+            assert [t async for t in speculating.tokens()] == wanted_other[:9]
+        await target.close()
+        stream.close()
+        assert sequence.length == len(prompt) + 9
+        logits = await run_rows(sequence, wanted_other[8:9], sequence.length)
+        assert int(np.argmax(logits[-1])) == wanted_other[9]
