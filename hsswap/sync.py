@@ -263,11 +263,6 @@ class BlockingSwap:
         """The settings it was opened with."""
         return self._swap.config
 
-    @property
-    def device(self) -> Device:
-        """The device it was opened on."""
-        return self._swap.device
-
     def sequence(self, *, top_k: TopK | None = None) -> BlockingSequence:
         """A new, empty sequence. See :meth:`hsswap.HighSpeedSwap.sequence`."""
         return BlockingSequence(self._swap.sequence(top_k=top_k), self._loop)

@@ -82,7 +82,7 @@ def public(owner: type) -> set[str]:
 
 def test_a_blocking_sequence_has_every_call_with_the_same_arguments() -> None:
     theirs = public(Sequence) - TRIED - FOR_THE_SWAP
-    assert public(BlockingSequence) == theirs
+    assert public(BlockingSequence) - {"awaitable"} == theirs
     for name in theirs:
         if callable(getattr(Sequence, name)):
             assert arguments(BlockingSequence, name) == arguments(Sequence, name), name

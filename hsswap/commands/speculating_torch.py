@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from hsswap import HighSpeedSwap
 from hsswap.commands.speculating import EXIT_SHARE, Running, SpeculativeDecoder
 from hsswap.commands.verify import AttentionVerifier
+from hsswap.driver.base import Device
 from hsswap.models.torch_llama import TorchLlama
 from hsswap.models.torch_rounds import RowsAttention, TorchRows
 from hsswap.rounds import (
@@ -49,20 +51,21 @@ class TorchSpeculativeDecoder(SpeculativeDecoder):
         rows = TorchRows(model, torch_stream)
         if self._verifier is not None:
             self._verifying = rows = VerifiedRows(model, torch_stream, self._verifier, last)
-        with swap.device.stream(handle) as stream:
+        device = swap.run(_device_of)
+        with device.stream(handle) as stream:
             target = StepsTarget(
-                *(swap.device, stream, [self._sequence.awaitable], rows),
+                *(device, stream, [self._sequence.awaitable], rows),
                 k=asked.k,
                 vocab_size=self._vocab_size,
             )
             exit_layers = math.ceil(EXIT_SHARE * model.config.layers)
             try:
-                with StepsEarlyExit(swap.device, target, rows, layers=exit_layers) as early_exit:
+                with StepsEarlyExit(device, target, rows, layers=exit_layers) as early_exit:
                     drafter: Drafter = early_exit
                     if asked.drafter == "ngram":
-                        drafter = NgramDrafter(swap.device)
+                        drafter = NgramDrafter(device)
                     rounds = RoundStream(
-                        *(swap.device, target, drafter),
+                        *(device, target, drafter),
                         k=asked.k,
                         rounds=asked.rounds,
                         history_tokens=last + 1,
@@ -76,6 +79,10 @@ class TorchSpeculativeDecoder(SpeculativeDecoder):
                         self._wait(rounds.close())
             finally:
                 self._wait(target.close())
+
+
+async def _device_of(swap: HighSpeedSwap) -> Device:
+    return swap.device
 
 
 class VerifiedRows(TorchRows):
