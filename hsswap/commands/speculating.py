@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class Running(NamedTuple):
     wait: Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-class SpeculativeDecoder(Decoder):
+class SpeculativeDecoder(Decoder, ABC):
     """A :class:`Decoder` whose tokens come in bursts. They are the same, bit for bit."""
 
     def __init__(
