@@ -247,7 +247,7 @@ class CudaDevice(Device, Launcher):
 
     def skipping(self, graph: Graph, work: RunningWork) -> Graph:
         """See :class:`Device`."""
-        self._check_open()
+        self.check_open()
         if graph.closed or graph.raw is None:
             raise ArgumentError(f"{graph!r} is no captured graph of a GPU, or closed")
         work = round_checks.running(work)

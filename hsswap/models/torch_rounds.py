@@ -64,7 +64,7 @@ class TorchRows:
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
         """See :class:`hsswap.rounds.RowsModel`."""
         with self._on_torch_stream():
-            return TorchGraph(captured(enqueue, keep=True))
+            return TorchGraph(captured(enqueue, keep=True), self._torch_stream)
 
     def _on_torch_stream(self) -> AbstractContextManager[Any]:
         if self._torch_stream is None:
@@ -101,12 +101,10 @@ class RowsAttention:
 
 
 class TorchGraph(Graph):
-    """What torch captured, so that torch's memory in it is its own. It is launched as a part of
-    another graph only.
-    """
+    """A CUDA graph that torch captured, so that torch's memory in it is its own."""
 
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
+    def __init__(self, graph: Any, torch_stream: Any) -> None:
+        self._graph, self._torch_stream = graph, torch_stream
 
     @property
     def raw(self) -> int:
@@ -114,8 +112,9 @@ class TorchGraph(Graph):
         return int(self._graph.raw_cuda_graph())
 
     def launch(self, stream: Stream) -> None:
-        """See :class:`Graph`; on torch's current stream, which must be ``stream``."""
-        self._graph.replay()
+        """See :class:`Graph`; on the torch stream that it was captured on."""
+        with torch.cuda.stream(self._torch_stream):
+            self._graph.replay()
 
     @property
     def closed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -179,8 +180,8 @@ class Rounds(Closeable):
         options: RoundOptions,
     ) -> None:
         self._make: Callable[[], Round] = partial(Round, device, bufs, target, drafter, options)
-        running = RunningWork(bufs.flags, bufs.pos_ctr, bufs.pend, bufs.capacity)
-        self._skipping: Callable[[Graph], Graph] = partial(device.skipping, work=running)
+        self._device = device
+        self._running = RunningWork(bufs.flags, bufs.pos_ctr, bufs.pend, bufs.capacity)
         self._target, self._captured, self._most = target, options.captured, bufs.m_rounds
         self._addresses = target.length_addresses
         self._round = self._make()
@@ -203,6 +204,16 @@ class Rounds(Closeable):
         if self._graph is None:
             self._graph = self._target.capture(stream, enqueue, self._skipping)
         return Launches(partial(self._graph.launch, stream), is_quick=True, most=self._most)
+
+    def _skipping(self, graph: Graph) -> Graph:
+        """``graph`` where a sequence runs; always, with a warning, where the device has no such
+        graphs: rounds behind an end then do nothing at the cost of a round.
+        """
+        try:
+            return self._device.skipping(graph, self._running)
+        except DeviceError as error:
+            warnings.warn(f"rounds behind an end are not passed over: {error}", stacklevel=2)
+            return graph
 
     def reset(self, stream: Stream) -> None:
         """See :meth:`Round.reset`: another stream of the target may have moved its lengths."""

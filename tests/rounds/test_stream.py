@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hsswap.driver.host import HostDevice
+from hsswap.errors import DeviceError
 from hsswap.rounds import End, RoundOptions, SequenceStart
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.round import Rounds
@@ -147,6 +148,21 @@ async def test_rounds_behind_the_end_are_passed_over(stops: bool) -> None:
         await stream.start([SequenceStart([1, 2], tokens[0], capacity)], tokens[last:][:stops])
         assert [token async for token in stream.tokens()] == tokens[1 : last + 1]
         assert stream.acceptance.rounds == target.passes == last
+
+
+async def test_a_device_that_passes_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once, and makes the same tokens."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise DeviceError("no conditional nodes here")
+
+    monkeypatch.setattr(HostDevice, "skipping", refuse)
+    async with opened([[1, 2]], "often", k=2, rounds=3, room=99) as (stream, target):
+        tokens = greedy([1, 2], 41, VOCAB)
+        await stream.start([SequenceStart([1, 2], tokens[0], 42)])
+        with pytest.warns(UserWarning, match="no conditional nodes here"):
+            assert [token async for token in stream.tokens()] == tokens[1:]
+        assert target.issued == 1 + 1
 
 
 async def test_depth_follows_acceptance() -> None:

@@ -104,7 +104,8 @@ class TorchTable(Target, Closeable):
     ) -> Graph:
         """See :class:`Target`."""
         with torch.cuda.stream(self._place.torch_stream):
-            return skipping(TorchGraph(captured(enqueue, keep=True)))
+            graph = TorchGraph(captured(enqueue, keep=True), self._place.torch_stream)
+            return skipping(graph)
 
     async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
         """See :class:`Target`."""
