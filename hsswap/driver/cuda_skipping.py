@@ -4,8 +4,8 @@
 
     kernel "running" -> IF node { child graph: what was captured }
 
-Its condition is set by the kernel, through a function of the device runtime that the driver
-resolves when it loads the module: NVRTC is all it takes. Figures are in ARCHITECTURE.md.
+Its condition is set by the kernel, through a function of the device runtime that the cubin leaves
+to the driver's loader: NVRTC compiles it, and no library has to be linked.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 constexpr u32 NO_TOKEN = 0xffffffffu;
 
-// Of the CUDA device runtime; the driver resolves it when the module is loaded.
+// Of the CUDA device runtime; the cubin leaves it to the driver's loader.
 extern "C" __device__ void cudaGraphSetConditional(u64 handle, u32 value);
 
 struct Params {

@@ -20,6 +20,7 @@ from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choice, Choosing
 from hsswap.rounds.contracts import Admission, Drafter, Target
 from hsswap.rounds.drafters import NgramDrafter
+from hsswap.rounds.ends import End
 from hsswap.rounds.lengths import (
     LayerLengths,
     PointerTable,
@@ -30,7 +31,7 @@ from hsswap.rounds.lengths import (
 from hsswap.rounds.round import RoundOptions
 from hsswap.rounds.steps_drafter import StepsEarlyExit
 from hsswap.rounds.steps_target import RowsModel, StepsTarget
-from hsswap.rounds.stream import Acceptance, Burst, End, RoundStream
+from hsswap.rounds.stream import Acceptance, Burst, RoundStream
 from hsswap.rounds.waiting_steps import Steps
 
 __all__ = [

@@ -11,7 +11,7 @@ def rounds_to_issue(left: Sequence[int], rounds_under_way: int, most_rounds: int
     ``left``: of each sequence that runs, the tokens it may still make as last drained. A round
     makes one at least, so more rounds than that are never of use. How many fewer are needed depends
     on drafts that nobody knows yet; a captured round that has nothing to do is passed over on the
-    device, in a few microseconds, while a device without work waits for the next drain.
+    device, while a device without work would wait for the next drain.
     """
     return max(0, min(most_rounds, max(left, default=0) - rounds_under_way))
 

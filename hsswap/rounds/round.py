@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -167,8 +166,9 @@ class Rounds(Closeable):
     """The round of a stream as something to launch: eagerly once, then as a graph.
 
     The eager round, which is a burst of its own, loads what a capture may not: modules, workspaces.
-    The graph is passed over once every sequence has ended. When the target's lengths have moved,
-    both are made anew. Raises ArgumentError where target, drafter and buffers do not fit.
+    The graph is passed over once every sequence has ended, or ``why_all_run`` says why not. When
+    the target's lengths have moved, both are made anew. Raises ArgumentError where target, drafter
+    and buffers do not fit.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class Rounds(Closeable):
         self._round = self._make()
         self._graph: Graph | None = None
         self._has_run = False
+        self.why_all_run = ""
         # What was made anew, and the stream's work that may still use it.
         self._retired: list[tuple[Event, Round, Graph | None]] = []
 
@@ -206,13 +207,13 @@ class Rounds(Closeable):
         return Launches(partial(self._graph.launch, stream), is_quick=True, most=self._most)
 
     def _skipping(self, graph: Graph) -> Graph:
-        """``graph`` where a sequence runs; always, with a warning, where the device has no such
-        graphs: rounds behind an end then do nothing at the cost of a round.
+        """``graph`` where a sequence runs; always, where the device takes no such graph: rounds
+        behind an end then do nothing at the cost of a round.
         """
         try:
             return self._device.skipping(graph, self._running)
         except DeviceError as error:
-            warnings.warn(f"rounds behind an end are not passed over: {error}", stacklevel=2)
+            self.why_all_run = str(error)
             return graph
 
     def reset(self, stream: Stream) -> None:

@@ -12,30 +12,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from hsswap.driver.base import Device, Stream
-from hsswap.driver.round_operations import RoundFlag
-from hsswap.errors import ArgumentError, BadDraft, ClosedError, HsswapError, ModelError
+from hsswap.errors import ArgumentError, ClosedError, HsswapError
 from hsswap.loop import in_thread
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Admission, Drafter, Target
+from hsswap.rounds.ends import End, end_of, error_of
 from hsswap.rounds.pacing import furthest, rounds_to_issue
 from hsswap.rounds.round import RoundOptions, Rounds
 
 T = TypeVar("T")
-
-
-class End(Enum):
-    """Why a sequence makes no more tokens."""
-
-    STOPPED = "its last token is a stop token"
-    LENGTH = "its capacity is reached"
-    FAILED = "its drafter or its model failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +169,13 @@ class RoundStream:
         if self._drained is None:
             return Acceptance(0, 0, 0)
         return Acceptance(*self._drained.tally.sum(axis=0, dtype=int).tolist())
+
+    @property
+    def why_all_run(self) -> str:
+        """Why rounds issued ahead of an end run all the same, where the device takes no graph that
+        is passed over; else "".
+        """
+        return self._rounds.why_all_run
 
     async def start(
         self, sequences: Sequence[SequenceStart], stop_tokens: Sequence[int] = ()
@@ -340,10 +338,10 @@ class RoundStream:
             raise
         self._under_way.popleft()
         self._drained, self._positions = drained, drained.positions
-        errors = [_error(flags, s) for s, flags in enumerate(drained.flags)]
+        errors = [error_of(flags, s) for s, flags in enumerate(drained.flags)]
         fresh = [ended is None for ended in self._ended]
         self._ended = [
-            _end(flags, start.capacity - position)
+            end_of(flags, start.capacity - position)
             for flags, position, start in zip(
                 drained.flags, drained.positions, self._starts, strict=True
             )
@@ -372,28 +370,3 @@ class RoundStream:
             resource.close()
         if hasattr(self, "_thread"):
             self._thread.shutdown(wait=False)
-
-
-def _end(flags: int, left: int) -> End | None:
-    if flags & (RoundFlag.BAD_TOKEN | RoundFlag.BAD_DRAFT | RoundFlag.OVERFLOW):
-        return End.FAILED
-    if flags & RoundFlag.STOPPED:
-        return End.STOPPED
-    return End.LENGTH if left <= 0 else None
-
-
-def _error(flags: int, s: int) -> HsswapError | None:
-    """What a sequence's flags mean for who uses it."""
-    if flags & RoundFlag.BAD_TOKEN:
-        return ModelError(
-            f"sequence {s}: the model's next token is outside its vocabulary, or its logits are "
-            "NaN; the tokens before it are right"
-        )
-    if flags & RoundFlag.BAD_DRAFT:
-        return BadDraft(
-            f"sequence {s}: the drafter wrote fewer than k drafts, or a token outside the "
-            "vocabulary; the tokens so far are right, go on from them with another drafter"
-        )
-    if flags & RoundFlag.OVERFLOW:
-        return ArgumentError(f"sequence {s}: the ring has less room than a burst can need")
-    return None
