@@ -30,6 +30,8 @@ FEW_SPANS = 16
 
 MOST_WARPS = 16
 UNITS_A_LEAF = 8
+MOST_SHARED_LEAVES = 5
+"""Leaves of a thread block whose K fits into shared memory at once, each taken by several warps."""
 MERGE_DIMS, MERGE_THREADS = 32, 128
 MOST_GRID = 65535
 
@@ -143,13 +145,13 @@ def _can_take(device: Launcher, work: AttendWork, shape: Shape) -> bool:
 def _clustered(size: int, shape: Shape) -> Decode | None:
     """With clusters of so many blocks at most; None where a warp would have several leaves."""
     size = min(size, _power(shape.leaves))
-    together = _power(-(-shape.leaves // size))
+    together = -(-shape.leaves // size)
     if together > UNITS_A_LEAF:
         return None
-    if together == UNITS_A_LEAF:
+    if together > MOST_SHARED_LEAVES:
         return Decode(size, UNITS_A_LEAF, 1, 4)
-    warps = min(MOST_WARPS, UNITS_A_LEAF * together)
-    return Decode(size, warps, warps // together, 8)
+    leaf_warps = min(UNITS_A_LEAF, _power(MOST_WARPS // together + 1) // 2)
+    return Decode(size, together * leaf_warps, leaf_warps, 8)
 
 
 def _fits(device: Launcher, work: AttendWork, shape: Shape, plan: Decode) -> bool:
@@ -165,8 +167,16 @@ def _power(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
+def decode_constants(
+    group: LayerGroup, block_size: int, plan: Decode, *, block_lse: bool
+) -> dict[str, int | str]:
+    """Of attend_decode. ``block_lse``: it writes them; the code costs time even unused."""
+    return dim_constants(group, block_size) | plan.constants() | {"BLOCK_LSE": int(block_lse)}
+
+
 def _constants(work: AttendWork, plan: Decode) -> dict[str, int | str]:
-    return dim_constants(work.units.group, work.units.block_size) | plan.constants()
+    group, size = work.units.group, work.units.block_size
+    return decode_constants(group, size, plan, block_lse=work.block_lse is not None)
 
 
 def _shared(group: LayerGroup, shape: Shape, plan: Decode) -> int:

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 
 from hsswap.config import LayerGroup
 from hsswap.driver.cuda_attention import span_tokens, tile_constants, wide_takes
-from hsswap.driver.cuda_attention_decode import FEW_SPANS, UNITS_A_LEAF, decode_plans, decode_takes
+from hsswap.driver.cuda_attention_decode import (
+    FEW_SPANS,
+    UNITS_A_LEAF,
+    decode_constants,
+    decode_plans,
+    decode_takes,
+)
 from hsswap.driver.cuda_attention_e4m3 import e4m3_constants, e4m3_takes
 from hsswap.driver.cuda_attention_params import (
     LEAF_TOKENS,
@@ -106,7 +112,11 @@ def _attention(chip: Chip, group: LayerGroup, work: PrepareWork) -> Iterator[Lau
         dims = dim_constants(group, size)
         for shape in _shapes(chip, group, work):
             for plan in decode_plans(chip, group, shape):
-                yield "attend_decode", dims | plan.constants()
+                for block_lse in (False, True) if work.predictor else (False,):
+                    yield (
+                        "attend_decode",
+                        decode_constants(group, size, plan, block_lse=block_lse),
+                    )
                 if not plan.cluster:
                     yield "merge_decode", dims
 

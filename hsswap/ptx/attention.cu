@@ -10,7 +10,7 @@
 // Shared   rings of PIECE bytes (4 KiB at d 128); what warps of a leaf exchange; CLUSTER: dims of the parts, and their
 //          sums. CLUSTER 0: 64 bytes a warp. Barriers are static. Folds use the rings' place.
 // Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS LEAF_WARPS STAGES WHOLE_SPANS CLUSTER
-//          BLOCKS_A_SM
+//          BLOCKS_A_SM BLOCK_LSE (1: block_lse is written)
 //
 // Matrix steps are transposed, S^T = K q^T and O^T = V^T P^T: the 16 tokens of a unit are rows, the heads of the group
 // columns. K and V keep their plain layout: rows are 128 or 256 bytes, so lanes of one column of rows would meet in
@@ -28,7 +28,9 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 
 #include "ring.cuh"
 #include "decode_parts.cuh"
+#if BLOCK_LSE
 #include "block_mass.cuh"
+#endif
 #include "decode_ends.cuh"
 
 #if LEAF_WARPS > 1
@@ -45,7 +47,8 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
   __syncwarp();
   const i64 list = list_of(p);
   const int all = (int)(((i64)p.entries * BLOCK + LEAF - 1) / LEAF), items = WHOLE_SPANS ? p.parts : all;
-  const int item = (blockIdx.y * BLOCKS + rank_of()) * WARPS + warp, step = gridDim.y * BLOCKS * WARPS;
+  // The blocks of a cluster get as many as each other; those of a block without one are a span.
+  const int item = CLUSTER ? warp * BLOCKS + rank_of() : blockIdx.y * WARPS + warp, step = gridDim.y * BLOCKS * WARPS;
   const int mine = item < items ? (items - 1 - item) / step + 1 : 0;
   Leaves leaves;
   leaves.leaves_a_span = WHOLE_SPANS ? p.span_blocks / UNITS : 1;
@@ -80,7 +83,9 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       }
       now = next;
       next = after;
-      if (p.block_lse) write_no_lse(p, leaves(i) * UNITS, row_of_pair(), g, c);
+#if BLOCK_LSE
+      write_no_lse(p, leaves(i) * UNITS, row_of_pair(), g, c);
+#endif
 #if LEAF_PARTS
       const float reference[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
       send_sums(to, leaves(i), reference, sum, g, c);
@@ -121,7 +126,14 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
     clear(leaf);
     u32 w[UNITS][2];
     leaf_weights(p, s, w, leaf);
-    if (p.block_lse) write_block_lse<UNITS>(p, s, leaf.reference, leaves(i) * UNITS, row_of_pair(), g, c);
+#if BLOCK_LSE
+    float sums[UNITS][2];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+#pragma unroll
+      for (int y = 0; y < 2; y++) sums[u][y] = __fadd_rn(s[u][y], s[u][y + 2]);
+    write_block_lse<UNITS>(p, sums, leaf.reference, leaves(i) * UNITS, row_of_pair(), g, c);
+#endif
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
       const int piece = UNITS + u;

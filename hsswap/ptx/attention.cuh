@@ -36,7 +36,7 @@ struct AttendParams {
   float* maximum;           // [S, R, Q]
   float* total;             // [S, R, Q]
   float* weighted;          // [S, R, Q, dv]
-  float* block_lse;         // [S, R, Q, B], or null
+  float* block_lse;         // [S, R, Q, B], or null; attend_decode: BLOCK_LSE 1
   float* block_mass;        // [S, H, B], or null: by attend_decode with a cluster, where `out` is given
   float* partial;           // [S, R, Q, parts, dv]
   float2* partial_sums;     // [S, R, Q, parts]: R, l
@@ -215,7 +215,10 @@ __device__ __forceinline__ u16 output_of(float weighted, float total) {
   return total == 0.f ? (u16)0 : half_of(__fdiv_rn(weighted, total));
 }
 
-__device__ __forceinline__ float lse_of(float reference, float total) { return (reference + log2f(total)) * LN_2; }
+// Not left to the compiler to fuse: every kernel writes the same bits.
+__device__ __forceinline__ float lse_of(float reference, float total) {
+  return __fmul_rn(__fadd_rn(reference, log2f(total)), LN_2);
+}
 
 // A row's reference and sum with the sink of its head, and what its weighted sum is multiplied with.
 struct End {

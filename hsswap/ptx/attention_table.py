@@ -13,7 +13,14 @@ _WIDE: Constants = {"HEAD_DIM": 256, "VALUE_DIM": 256, "GROUP": 17, "KV_HEADS": 
 
 
 def _decode(
-    dims: Constants, cluster: int, warps: int, leaf_warps: int, stages: int, *, spans: int = 0
+    dims: Constants,
+    cluster: int,
+    warps: int,
+    leaf_warps: int,
+    stages: int,
+    *,
+    spans: int = 0,
+    lse: int = 0,
 ) -> Constants:
     return {
         **dims,
@@ -23,6 +30,7 @@ def _decode(
         "STAGES": stages,
         "WHOLE_SPANS": spans,
         "BLOCKS_A_SM": 2 if stages == 2 else 1,
+        "BLOCK_LSE": lse,
     }
 
 
@@ -40,9 +48,13 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
             _decode(_LLAMA, 0, 8, 1, 4),
             _decode(_LLAMA, 1, 4, 1, 2, spans=1),
             _decode(_LLAMA, 8, 16, 8, 8),
+            _decode(_LLAMA, 8, 16, 8, 8, lse=1),
+            _decode(_LLAMA, 8, 10, 2, 8, lse=1),
             _decode(_LLAMA, 8, 8, 1, 4),
+            _decode(_LLAMA, 8, 8, 1, 4, lse=1),
             _decode(_HALF, 8, 16, 4, 8),
             _decode(_SMOL, 16, 16, 4, 8),
+            _decode(_SMOL, 16, 12, 4, 8, lse=1),
             _decode(_SMOL, 0, 8, 1, 4),
         ),
     ),

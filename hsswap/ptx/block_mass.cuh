@@ -1,20 +1,12 @@
 // What decode kernels leave of single blocks: their logsumexps, and with a cluster their shares of the attention.
 #pragma once
 
-// Of a block's pair, in [S, Q].
-__device__ __forceinline__ i64 row_of_pair() { return (i64)blockIdx.z * Q_HEADS + head_of() * GROUP; }
-
-// Logsumexps of N units of a leaf from the weights of their tokens, s as unit_logits leaves them. Lanes of one c have the
-// same heads: they halve the units among them step by step, so that lane g ends with the sum of one. A block that weighs
-// less than 2^-126 of its leaf's heaviest token counts as not seen.
+// Logsumexps of N units of a leaf from the weights of their tokens: v are sums of tokens g and g + 8, for the heads 2 c and
+// 2 c + 1. Lanes of one c have the same heads: they halve the units among them step by step, so that lane g ends with the
+// sum of one. A block that weighs less than 2^-126 of its leaf's heaviest token counts as not seen.
 template <int N>
-__device__ __forceinline__ void write_block_lse(const AttendParams& p, const float (&s)[N][4], const float (&reference)[2],
+__device__ __forceinline__ void write_block_lse(const AttendParams& p, float (&v)[N][2], const float (&reference)[2],
                                                 int first_entry, i64 row, int g, int c) {
-  float v[N][2];
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int y = 0; y < 2; y++) v[n][y] = __fadd_rn(s[n][y], s[n][y + 2]);
   int unit = 0, left = N;
 #pragma unroll
   for (int o = 16; o >= 4; o >>= 1) {
@@ -45,17 +37,25 @@ __device__ __forceinline__ void write_no_lse(const AttendParams& p, int first_en
     if (2 * c + y < GROUP) p.block_lse[(row + 2 * c + y) * p.entries + first_entry + g] = NOTHING;
 }
 
+// The sum of a group's shares in the order in which block_masses (finalize.cu) adds them, over the lanes of a warp.
+__device__ __forceinline__ float sum_of_group(float (&x)[8]) {
+#pragma unroll
+  for (int apart = 4; apart; apart >>= 1)
+#pragma unroll
+    for (int i = 0; i < apart; i++) x[i] = __fadd_rn(x[i], x[i + apart]);
+  return x[0];
+}
+
 // Shares of the attention of every block, exp(block_lse - lse), averaged over the group. Threads take entries in turn,
 // `first`-th of `step`; what others wrote of block_lse was made visible by a barrier.
 __device__ __forceinline__ void write_masses(const AttendParams& p, i64 row, i64 pair, const float* lse, int first, int step) {
   for (int entry = first; entry < p.entries; entry += step) {
-    float sum = 0.f;
+    float shares[8] = {};
 #pragma unroll
     for (int head = 0; head < GROUP; head++) {
-      float x;
-      asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p.block_lse + (row + head) * p.entries + entry) : "memory");
-      sum += expf(x - (lse[head] == NOTHING ? 0.f : lse[head]));
+      const float x = load_from_others(p.block_lse + (row + head) * p.entries + entry);
+      shares[head] = expf(x - (lse[head] == NOTHING ? 0.f : lse[head]));
     }
-    p.block_mass[pair * p.entries + entry] = sum / GROUP;
+    p.block_mass[pair * p.entries + entry] = sum_of_group(shares) / GROUP;
   }
 }

@@ -159,7 +159,9 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
 #else
   const int spans = p.parts;
 #endif
+#if BLOCK_LSE
   __shared__ float lse[GROUP];
+#endif
   for (int e = threadIdx.x; e < OWNED; e += THREADS) {
     const int head = e / SLICE, dim = rank_of() * SLICE + e % SLICE;
     const i64 row = row0 + head;
@@ -170,7 +172,9 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       const End end = end_of(f.reference, f.sum, p.sinks, head_of() * GROUP + head);
       out[dim * p.out_stride[3]] = output_of(f.o * end.factor, end.total);
       if (p.lse && dim == 0) p.lse[row] = lse_of(end.reference, end.total);
+#if BLOCK_LSE
       if (e % SLICE == 0) lse[head] = lse_of(end.reference, end.total);
+#endif
     } else {
       p.weighted[row * D + dim] = f.o;
       if (dim == 0) {
@@ -179,10 +183,12 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       }
     }
   }
+#if BLOCK_LSE
   if (p.out && p.block_mass) {
     __syncthreads();
     write_masses(p, row0, (i64)sequence * KV_HEADS + head_of(), lse, rank_of() * THREADS + threadIdx.x, CLUSTER * THREADS);
   }
+#endif
 }
 #else
 

@@ -61,13 +61,34 @@ __device__ __forceinline__ void leaf_values(float (&o)[VALUE_DIMS / 16][4], floa
   }
 }
 
+#if BLOCK_LSE
+#define FREE_WARPS (LEAF_WARPS - VALUE_WARPS)
+#define LSE_WARPS (FREE_WARPS == 0 ? LEAF_WARPS : FREE_WARPS >= 4 ? 4 : FREE_WARPS)
+
+// Logsumexps of a leaf's units, by the warps that take no dims, or by all while V is on its way.
+__device__ __forceinline__ void leaf_lse(const AttendParams& p, const uint4* weights, const float (&reference)[2],
+                                         int first_entry, int part, int g, int c) {
+  constexpr int N = UNITS / LSE_WARPS;
+  const int first = (FREE_WARPS ? part - VALUE_WARPS : part) * N;
+  if (first < 0 || first >= UNITS) return;
+  float v[N][2];
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const uint4 w = weights[(first + n) * 32];
+    v[n][0] = __uint_as_float(w.z);
+    v[n][1] = __uint_as_float(w.w);
+  }
+  write_block_lse<N>(p, v, reference, first_entry + first, row_of_pair(), g, c);
+}
+#endif
+
 // What one of the warps of a leaf does.
 __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u64* barrier_words, const Parts& to, int lane,
                                             int warp, int g, int c) {
   const int group = warp / LEAF_WARPS, part = warp % LEAF_WARPS, first_unit = part * OWN_UNITS;
   const u32 ring = shared_address(memory) + group * RING, barriers = shared_address(barrier_words) + group * STAGES * 8;
   Exchange& exchange = *(Exchange*)(memory + TOGETHER * RING);
-  Leaves leaves = {(int)(blockIdx.y * BLOCKS + rank_of()) * TOGETHER + group, 0, 1, 0};
+  Leaves leaves = {group * BLOCKS + rank_of(), 0, 1, 0};  // as many for each block of the cluster
   leaves.count = leaves.first < p.parts;
   const i64 length = length_of(p, blockIdx.z);
   const Entry now = entry_of(p, list_of(p), leaves, 0, lane);
@@ -141,8 +162,10 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
         make_uint4(transpose(pack(s[u][0], s[u][1])), transpose(pack(s[u][2], s[u][3])),
                    __float_as_uint(__fadd_rn(s[u][0], s[u][2])), __float_as_uint(__fadd_rn(s[u][1], s[u][3])));
   }
-  if (p.block_lse) write_block_lse<OWN_UNITS>(p, s, reference, leaves.first * UNITS + first_unit, row_of_pair(), g, c);
   meet(group);
+#if BLOCK_LSE
+  leaf_lse(p, &exchange.weights[group][0][lane], reference, leaves.first * UNITS, part, g, c);
+#endif
   if (part >= VALUE_WARPS) return;
   float o[VALUE_DIMS / 16][4] = {};
   const uint4* weights = &exchange.weights[group][0][lane];

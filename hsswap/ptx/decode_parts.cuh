@@ -14,6 +14,9 @@
 __device__ __forceinline__ int rank_of() { return blockIdx.x % BLOCKS; }
 __device__ __forceinline__ int head_of() { return blockIdx.x / BLOCKS; }
 
+// Of a block's pair, in [S, Q].
+__device__ __forceinline__ i64 row_of_pair() { return (i64)blockIdx.z * Q_HEADS + head_of() * GROUP; }
+
 __device__ __forceinline__ void load_queries(const AttendParams& p, u32 (&q)[D / 16][2], int g, int c) {
   const u16* from = p.queries + blockIdx.z * p.query_stride[0] + (head_of() * GROUP + min(g, GROUP - 1)) * p.query_stride[2];
 #pragma unroll

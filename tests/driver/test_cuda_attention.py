@@ -218,3 +218,50 @@ def test_the_end_in_the_same_launch_changes_no_bit(rig: Rig, rows: int) -> None:
         )
         assert fused.out.tobytes() == wanted.out.tobytes()
         assert fused.lse.tobytes() == wanted.lse.tobytes()
+
+
+def block_logsumexps(wanted: oracle.Reference, blocks: int) -> np.ndarray:
+    """Of logits ``[R, Q, tokens]``, in float64; -inf where nothing of a block is seen."""
+    rows, heads, tokens = wanted.logits.shape
+    logits = np.full((rows, heads, 16 * blocks), -np.inf)
+    logits[..., :tokens] = wanted.logits
+    by_block = logits.reshape(rows, heads, blocks, 16)
+    top = by_block.max(-1)
+    base = np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore"):
+        lse: np.ndarray = base + np.log(np.exp(by_block - base[..., None]).sum(-1))
+    return lse
+
+
+@pytest.mark.parametrize("tokens", [100, 200, 500, 900, 1300, 2300, 4200, 8000, 9100])
+@pytest.mark.parametrize("name", ["llama", "smol", "wide", "window"])
+def test_logsumexps_of_blocks_by_every_kernel(rig: Rig, name: str, tokens: int) -> None:
+    """Each way to share a list out, whole spans a warp, and tiles; outputs do not change by it."""
+    group = GROUPS[name]
+    many = -(-132 // group.kv_heads) if tokens < 2000 else 2
+    lengths = [tokens - 3, 33] + [17] * (many - 2)
+    cache, queries = make(rig, group, lengths, 2)
+    last = np.ascontiguousarray(queries[:, 1:])
+    alone = replace(cache, slots=np.ascontiguousarray(cache.slots[:1]))
+    heads = oracle.Heads(group.group_size, group.logit_scale, group.window)
+    blocks = cache.slots.shape[2]
+    one = rig.attend(alone, last[:1], lengths[:1], span_blocks=SPAN_BLOCKS, block_lse=True)
+    together = rig.attend(cache, last, lengths, span_blocks=SPAN_BLOCKS, block_lse=True)
+    tiles = rig.attend(cache, queries, lengths, span_blocks=SPAN_BLOCKS, block_lse=True)
+    assert one.block_lse is not None
+    assert together.block_lse is not None
+    assert tiles.block_lse is not None
+    assert one.block_lse[0].tobytes() == together.block_lse[0].tobytes()
+    for s in range(2):
+        keys, values = cache.keys[s], cache.values[s]
+        exact = oracle.attend(queries[s], keys, values, lengths[s], heads)
+        wanted = block_logsumexps(exact, blocks)
+        for got in (together.block_lse[s, 0], tiles.block_lse[s, 1]):
+            np.testing.assert_allclose(got, wanted[1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(tiles.block_lse[s, 0], wanted[0], rtol=1e-5, atol=1e-5)
+    for got, which, asked, ends in (
+        (one, alone, last[:1], lengths[:1]),
+        (together, cache, last, lengths),
+    ):
+        without = rig.attend(which, asked, ends, span_blocks=SPAN_BLOCKS)
+        assert without.bits() == got.bits()

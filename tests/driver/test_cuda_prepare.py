@@ -242,10 +242,11 @@ def test_only_what_the_table_has_and_no_more_than_a_swap_needs(kind: str | None,
         for name, constants in kernels
     }
     decodes = [constants for name, constants in kernels if name == "attend_decode"]
-    # One sequence of 8 KV heads: 7 plans up to 64 leaves, one for up to 16 spans, one beyond.
-    assert len(decodes) == (9 if size == 16 else 0)
+    # One sequence of 8 KV heads: 9 plans up to 64 leaves, one for up to 16 spans, one beyond; with
+    # a predictor each of them also with logsumexps of blocks.
+    assert len(decodes) == (0 if size != 16 else 11 if kind is None else 22)
     assert not any(int(c["CLUSTER"]) > PORTABLE_CLUSTER for c in decodes)
-    assert len(modules) <= 29
+    assert len(modules) <= 42
     assert ("attend_wide" in dict(kernels)) == (size == 16)
     assert ("select" in dict(kernels)) == (kind is not None)
 
