@@ -88,7 +88,7 @@ class CapturedTopK(CapturedLayer):
     ) -> None:
         """One row ``[1, Q, dk]`` over what is chosen for it and all blocks that came later."""
         device, tensor, pool = self.device, self._tensor, self.cache.pool
-        self._choose(stream, queries.row(0))
+        fetch = self._choose(stream, queries.row(0))
         mass = tensor("mass")
         span = device.span_tokens(mass.shape[2] * pool.block_size)
         block_lse = tensor("block lse")
@@ -108,11 +108,12 @@ class CapturedTopK(CapturedLayer):
                 blocks=pool.blocks,
                 added_tokens=1,
                 end=FinalizeWork(state, out.as_batch(), block_lse=block_lse, block_mass=mass),
+                fetch=fetch,
             ),
         )
 
-    def _choose(self, stream: Stream, query: Tensor) -> None:
-        """Rank, choose and fetch for one row ``[Q, dk]``, and list what is to be attended."""
+    def _choose(self, stream: Stream, query: Tensor) -> FetchWork:
+        """Rank and choose for one row ``[Q, dk]``; what is to be fetched and attended."""
         device, tensor, pool = self.device, self._tensor, self.cache.pool
         ranked = self._ranked
         owned = ranked.cache_tables
@@ -153,10 +154,10 @@ class CapturedTopK(CapturedLayer):
             left_out=tensor("left out"),
         )
         device.select(stream, select)
-        self._bring(stream, select)
+        return self._bring(stream, select)
 
-    def _bring(self, stream: Stream, select: SelectWork) -> None:
-        """Give up what the bound allows, fetch what is missing, and list it all."""
+    def _bring(self, stream: Stream, select: SelectWork) -> FetchWork:
+        """Give up what the bound allows; what brings the rest."""
         device, tensor, pool = self.device, self._tensor, self.cache.pool
         settings, cache, chosen = self._ranked.settings, select.cache, select.chosen
         if settings.left_out_bound is not None:
@@ -183,7 +184,7 @@ class CapturedTopK(CapturedLayer):
             slots.on_device,
             slots,
         )
-        fetch = FetchWork(
+        return FetchWork(
             units=pool.units,
             blocks=pool.blocks,
             chosen=chosen,
@@ -198,7 +199,6 @@ class CapturedTopK(CapturedLayer):
             absent=tensor("absent"),
             absent_count=tensor("absent count"),
         )
-        device.fetch(stream, fetch)
 
     def _tensor(self, name: str) -> Tensor:
         return self.memory.tensor(self._name + name)

@@ -1,9 +1,10 @@
 """A3: one top-k step of a layer against dense attention over the same tokens.
 
-Score, select, fetch, attend, output and block masses, launched again from a graph, with a set part
-of the chosen units missing from device slots. Two queries take turns in every set of inputs: their
-chosen blocks differ by what is to be missing, and the unit cache has room for what one of them
-chooses, so that each step finds exactly so many units missing and fetches them from pinned memory.
+Score, select, attend with its fetch, output and block masses, launched again from a graph, with a
+set part of the chosen units missing from device slots. Two queries take turns in every set of
+inputs: their chosen blocks differ by what is to be missing, and the unit cache has room for what
+one of them chooses, so that each step finds exactly so many units missing and fetches them from
+pinned memory.
 """
 
 from __future__ import annotations
@@ -222,6 +223,7 @@ class Step:
                     block_lse=block_lse,
                     block_mass=mass,
                 ),
+                fetch=self.fetch,
             )
             for turn in range(2)
         ]
@@ -232,7 +234,6 @@ class Step:
         return {
             "score": lambda: device.score(stream, scores),
             "select": lambda: device.select(stream, self._select_of(turn)),
-            "fetch": lambda: device.fetch(stream, self.fetch),
             "attend": lambda: device.attend(stream, self.attends[turn]),
         }
 
@@ -327,7 +328,8 @@ def _measure(
     for i in range(slices):
         for name in ("ours", "dense") if i % 2 else ("dense", "ours"):
             times[name].append((whole if name == "ours" else dense[1]).run_us(2))
-    # Alone, select and fetch say of units that they came which did not: nothing is read after that.
+    # Alone, select says of units that they came which did not: nothing is read after that. Attend
+    # alone fetches what the last step missed, each time.
     parts = {n: Timed(ours, stream, [calls[n] for calls in steps]) for n in steps[0]}
     took, dense_took = Interval.of(times["ours"]), Interval.of(times["dense"])
     ratio = Interval.of([o / d for o, d in zip(times["ours"], times["dense"], strict=True)])

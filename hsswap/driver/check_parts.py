@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.dims import MAX_BLOCK_SIZE
+from hsswap.driver.choice_operations import FetchWork
 from hsswap.driver.codes_operations import Attended, LayerCodes, Resident, ScoreMemory
 from hsswap.driver.operations import (
     I32,
@@ -42,7 +43,7 @@ FEW_INDICES = 64
 
 _RECORDS = frozenset(
     (
-        *(UnitPool, PagePool, BlockPool, AttentionState, FinalizeWork, LeftOut),
+        *(UnitPool, PagePool, BlockPool, AttentionState, FinalizeWork, LeftOut, FetchWork),
         *(ProjectionCodes, UnitCache),
         *(RoundRules, AcceptWork, SeedWork, RollbackWork, CommitWork, AdaptWork, Sampling),
         *(LayerCodes, Resident, ScoreMemory, Attended),

@@ -43,6 +43,7 @@ from hsswap.driver.operations import (
     ScatterWork,
     ScoreWork,
     SelectWork,
+    UnitPool,
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
@@ -141,9 +142,34 @@ def attend(work: AttendWork) -> AttendWork:
         require(work.end.state is work.state, "end has another state than the attention it ends")
         require(work.end.block_lse is work.block_lse, "end and attention have other block_lse")
         finalize(work.end)
+    if work.fetch is not None:
+        _fetched(work, work.fetch)
     if lengths is work.lengths and slots is work.slots and positions is work.positions:
         return work
     return replace(work, lengths=lengths, slots=slots, positions=positions)
+
+
+def _fetched(work: AttendWork, brought: FetchWork) -> None:
+    """Check what is fetched ahead of an attention."""
+    fetch(brought)
+    for given, listed, what in (
+        (work.slots, brought.slots, "slots"),
+        (work.positions, brought.positions, "positions"),
+    ):
+        require(
+            isinstance(given, Tensor)
+            and given.shape == (1, *listed.shape)
+            and (given.address, given.strides[1:]) == (listed.address, listed.strides),
+            f"{what} is not what fetch lists, for one sequence",
+        )
+    units, blocks = work.units, work.blocks
+    require(
+        isinstance(units, UnitPool)
+        and blocks is not None
+        and units.memory.address == brought.units.memory.address
+        and blocks.memory.address == brought.blocks.memory.address,
+        "fetch brings units between other pools than attention takes",
+    )
 
 
 def _positions(work: AttendWork, shape: tuple[int, ...]) -> I32 | Tensor | None:

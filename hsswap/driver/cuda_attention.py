@@ -33,6 +33,7 @@ from hsswap.driver.cuda_attention_params import (
     transform_of,
 )
 from hsswap.driver.cuda_seam import Chip, Grid, Launcher, format_constants
+from hsswap.driver.cuda_top_k import fetch
 from hsswap.driver.operations import AttendWork, FinalizeWork, LeftOut, PagePool, UnitPool
 from hsswap.driver.tensor import Tensor
 
@@ -75,6 +76,9 @@ def enqueue_attend(
     the same launch where that can be, and what ``work.state`` holds behind it is undefined.
     """
     shape = Shape.of(work)
+    decode = plan_decode(device, work, shape) if shape.rows_in_state else None
+    if work.fetch is not None and (decode is None or not decode.fetches):
+        fetch(device, stream, work.fetch)
     if shape.rows_in_state == 0:
         return
     require_contiguous_state(work.state)
@@ -84,7 +88,6 @@ def enqueue_attend(
         _require_contiguous_end(end)
     plain = end is not None and end.left_out is None  # which finalize alone knows
     fused = end is not None and plain and end.block_mass is None
-    decode = plan_decode(device, work, shape)
     if decode is not None:
         fused = fused or (plain and decode.cluster > 0)
         launch_decode(device, stream, work, shape, decode, end if fused else None)

@@ -6,7 +6,8 @@ Every plan computes the same bits (hsswap/ptx/attention.cuh), so a plan may depe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Stream
@@ -18,6 +19,7 @@ from hsswap.driver.cuda_attention_params import (
     transform_of,
 )
 from hsswap.driver.cuda_seam import Chip, Grid, Launcher
+from hsswap.driver.cuda_top_k import fetch_lists
 from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool
 from hsswap.driver.tensor import contiguous_strides
 
@@ -36,6 +38,15 @@ MERGE_DIMS, MERGE_THREADS = 32, 128
 MOST_GRID = 65535
 
 
+class Extras(Enum):
+    """What attend_decode does beside. Each is code of its own, which costs time even unused."""
+
+    NONE = 0
+    BLOCK_LSE = 1
+    FETCH = 2
+    """It fetches what it attends, and writes logsumexps of blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decode:
     """The constants of attention.cu."""
@@ -46,6 +57,8 @@ class Decode:
     stages: int
     whole_spans: bool = False
     blocks_a_sm: int = 1
+    block_lse: bool = False
+    fetches: bool = False
 
     @property
     def together(self) -> int:
@@ -80,6 +93,8 @@ class Decode:
             "STAGES": self.stages,
             "WHOLE_SPANS": int(self.whole_spans),
             "BLOCKS_A_SM": self.blocks_a_sm,
+            "BLOCK_LSE": int(self.block_lse),
+            "FETCH": int(self.fetches),
         }
 
 
@@ -87,16 +102,36 @@ def plan_decode(device: Launcher, work: AttendWork, shape: Shape) -> Decode | No
     """How attend_decode takes a call, None for those it cannot take."""
     if not _can_take(device, work, shape):
         return None
-    for plan in decode_plans(device, work.units.group, shape):
+    for plan in decode_plans(device, work.units.group, shape, _extras(work)):
         if plan.cluster <= PORTABLE_CLUSTER or _fits(device, work, shape, plan):
             return plan
     return None
 
 
-def decode_plans(chip: Chip, group: LayerGroup, shape: Shape) -> Iterator[Decode]:
+def _extras(work: AttendWork) -> Extras:
+    # Of a unit only K and V pass through attention.
+    fetches = work.fetch is not None and not work.units.group.aux_bytes
+    lse = work.block_lse is not None
+    return Extras.FETCH if fetches and lse else Extras.BLOCK_LSE if lse else Extras.NONE
+
+
+def decode_plans(chip: Chip, group: LayerGroup, shape: Shape, extras: Extras) -> Iterator[Decode]:
     """Plans in order of preference. A cluster over :data:`PORTABLE_CLUSTER` is only for a GPU on
     which all of them run at once; the first other one is good everywhere.
     """
+    for plan in _plans(chip, group, shape):
+        deeper = replace(plan, stages=2 * UNITS_A_LEAF)
+        if (
+            extras is Extras.FETCH
+            and plan.leaf_warps > 1
+            and _shared(group, shape, deeper) <= chip.shared_bytes_limit
+        ):
+            # K and V in flight at once: else a missing unit would wait for the link twice.
+            plan = deeper
+        yield replace(plan, block_lse=extras is not Extras.NONE, fetches=extras is Extras.FETCH)
+
+
+def _plans(chip: Chip, group: LayerGroup, shape: Shape) -> Iterator[Decode]:
     if shape.pairs >= chip.sm_count and shape.spans <= FEW_SPANS:
         yield Decode(1, min(4, _power(shape.spans)), 1, 2, True, 2)
         return
@@ -167,16 +202,8 @@ def _power(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def decode_constants(
-    group: LayerGroup, block_size: int, plan: Decode, *, block_lse: bool
-) -> dict[str, int | str]:
-    """Of attend_decode. ``block_lse``: it writes them; the code costs time even unused."""
-    return dim_constants(group, block_size) | plan.constants() | {"BLOCK_LSE": int(block_lse)}
-
-
 def _constants(work: AttendWork, plan: Decode) -> dict[str, int | str]:
-    group, size = work.units.group, work.units.block_size
-    return decode_constants(group, size, plan, block_lse=work.block_lse is not None)
+    return dim_constants(work.units.group, work.units.block_size) | plan.constants()
 
 
 def _shared(group: LayerGroup, shape: Shape, plan: Decode) -> int:
@@ -196,6 +223,7 @@ def launch_decode(
     params = attend_params(
         device, stream, work, shape, plan.parts(shape), end, partial=not plan.cluster
     )
+    lists = fetch_lists(work.fetch) if work.fetch is not None and plan.fetches else b""
     grid = Grid(max(1, plan.cluster) * group.kv_heads, plan.shares(shape), shape.sequences)
     shared = _shared(group, shape, plan)
     device.launch(
@@ -205,7 +233,7 @@ def launch_decode(
         grid,
         Grid(32 * plan.warps),
         shared,
-        params,
+        params + lists,
         cluster=max(1, plan.cluster),
         follows=True,
     )

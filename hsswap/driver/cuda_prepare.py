@@ -13,7 +13,7 @@ from hsswap.driver.cuda_attention import span_tokens, tile_constants, wide_takes
 from hsswap.driver.cuda_attention_decode import (
     FEW_SPANS,
     UNITS_A_LEAF,
-    decode_constants,
+    Extras,
     decode_plans,
     decode_takes,
 )
@@ -111,14 +111,19 @@ def _attention(chip: Chip, group: LayerGroup, work: PrepareWork) -> Iterator[Lau
     if is_wide and decode_takes(chip, group, size):
         dims = dim_constants(group, size)
         for shape in _shapes(chip, group, work):
-            for plan in decode_plans(chip, group, shape):
-                for block_lse in (False, True) if work.predictor else (False,):
-                    yield (
-                        "attend_decode",
-                        decode_constants(group, size, plan, block_lse=block_lse),
-                    )
-                if not plan.cluster:
-                    yield "merge_decode", dims
+            for extras in _extras(group, work, shape):
+                for plan in decode_plans(chip, group, shape, extras):
+                    yield "attend_decode", dims | plan.constants()
+                    if not plan.cluster:
+                        yield "merge_decode", dims
+
+
+def _extras(group: LayerGroup, work: PrepareWork, shape: Shape) -> Iterator[Extras]:
+    yield Extras.NONE
+    if work.predictor is not None:
+        yield Extras.BLOCK_LSE
+        if shape.sequences == 1 and not group.aux_bytes:
+            yield Extras.FETCH
 
 
 def _shapes(chip: Chip, group: LayerGroup, work: PrepareWork) -> Iterator[Shape]:

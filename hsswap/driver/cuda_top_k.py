@@ -229,28 +229,39 @@ def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
     if not heads:
         return
     chunk = chunk_of(*pool_numbers(work.units, work.blocks))
-    tables = (
-        *(work.chosen, work.chosen_slots, work.missing, work.cache.slots, work.cache.owner),
-        *(work.tail_slots, work.slots, work.positions, work.absent),
-    )
-    params = struct.pack(
-        "<14Q11q6i",
+    params = fetch_lists(work) + struct.pack(
+        "<4Q4q2i",
         work.units.memory.address,
         work.blocks.memory.address,
-        *(table.address for table in tables),
-        work.host_slots.address,
-        work.tail_positions.address,
-        contiguous_address(work.absent_count, 4, "absent_count"),
-        *(table.strides[0] // (1 if table is work.missing else 4) for table in tables),
+        work.slots.address,
+        work.positions.address,
+        work.slots.strides[0] // 4,
+        work.positions.strides[0] // 4,
         work.units.unit_bytes,
         work.blocks.block_bytes,
         heads,
-        count,
-        work.tail_slots.shape[1],
-        work.cache.slots.shape[1],
-        0,
         0,
     )
     copying = -(-heads * count // (FETCH_WARPS * FETCH_ENTRIES))
     block = Grid(FETCH_WARPS * WARP)
     device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params, follows=True)
+
+
+def fetch_lists(work: FetchWork) -> bytes:
+    """FetchLists of fetch_lists.cuh."""
+    tables = (
+        *(work.chosen, work.chosen_slots, work.missing, work.cache.slots, work.cache.owner),
+        *(work.tail_slots, work.absent),
+    )
+    return struct.pack(
+        "<10Q7q4i",
+        *(table.address for table in tables),
+        work.host_slots.address,
+        work.tail_positions.address,
+        contiguous_address(work.absent_count, 4, "absent_count"),
+        *(table.strides[0] // (1 if table is work.missing else 4) for table in tables),
+        work.chosen.shape[1],
+        work.tail_slots.shape[1],
+        work.cache.slots.shape[1],
+        0,
+    )

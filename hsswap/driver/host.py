@@ -137,7 +137,7 @@ class HostDevice(Device):
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
         """See :class:`AttendWork`."""
-        self._enqueue(stream, "attend", checks.attend, host_attention.attend, work)
+        self._enqueue(stream, "attend", checks.attend, _attend, work)
 
     def attend_again(self, stream: Stream, work: AttendWork) -> AttendAgain | None:
         """See :meth:`Device.attend_again`."""
@@ -248,6 +248,12 @@ class HostDevice(Device):
     def _forget_buffer(self, buffer: HostBuffer) -> None:
         with self._lock:
             self._buffers.pop(id(buffer), None)
+
+
+def _attend(work: AttendWork, scratch: Scratch) -> None:
+    if work.fetch is not None:
+        host_select.fetch(work.fetch, scratch)
+    host_attention.attend(work, scratch)
 
 
 def _handle_number(handle: object) -> int:

@@ -15,12 +15,16 @@ does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.config import DISK_ALIGNMENT, LayerGroup
 from hsswap.driver.tensor import Tensor
+
+if TYPE_CHECKING:
+    from hsswap.driver.choice_operations import FetchWork
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -274,6 +278,10 @@ class AttendWork:
     ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
     ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here.
 
+    ``fetch``, if not None, is done ahead of it, for one sequence, in the same launch where that can
+    be: its pools are those here, its ``slots`` and ``positions`` those here but for the axis of
+    sequences, and what these two hold is not defined afterwards.
+
     Unwritten and unseen tokens get no weight, whatever their bytes (NaN included).
     """
 
@@ -290,6 +298,7 @@ class AttendWork:
     blocks: BlockPool | None = None
     added_tokens: int = 0
     end: FinalizeWork | None = None
+    fetch: FetchWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

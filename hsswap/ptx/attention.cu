@@ -10,7 +10,8 @@
 // Shared   rings of PIECE bytes (4 KiB at d 128); what warps of a leaf exchange; CLUSTER: dims of the parts, and their
 //          sums. CLUSTER 0: 64 bytes a warp. Barriers are static. Folds use the rings' place.
 // Constants  HEAD_DIM (64 or 128, = dv) GROUP (1 to 8) KV_HEADS BLOCK (16) WARPS LEAF_WARPS STAGES WHOLE_SPANS CLUSTER
-//          BLOCKS_A_SM BLOCK_LSE (1: block_lse is written)
+//          BLOCKS_A_SM BLOCK_LSE (1: block_lse is written) FETCH (1: what fetch would do first is done here: missing units
+//          are read out of their host slots, over the link, and go from the rings on to their device slots)
 //
 // Matrix steps are transposed, S^T = K q^T and O^T = V^T P^T: the 16 tokens of a unit are rows, the heads of the group
 // columns. K and V keep their plain layout: rows are 128 or 256 bytes, so lanes of one column of rows would meet in
@@ -65,6 +66,9 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
+#if FETCH
+  fetch_beside(p);
+#endif
 #if WHOLE_SPANS
   Part span;
   clear(span);
@@ -73,8 +77,8 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
     const Entry after = entry_of(p, list, leaves, i + 2, lane);
     const bool more = i + 1 < leaves.count;
     const u32 turn = (16 / STAGES) % 2 ? i & 1 : 0;
-    if (!__any_sync(ALL, lane < UNITS && now.first < see.end && now.first + BLOCK > see.start)) {
-      // Nothing of it is seen: no copies are on their way.
+    if (!__any_sync(ALL, lane < UNITS && is_wanted(now, see))) {
+      // No copies are on their way.
 #pragma unroll
       for (int piece = 0; piece < 2 * UNITS; piece++) {
         __syncwarp();  // two pieces of a stage are of different lanes
@@ -107,6 +111,12 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
         from[n] = ring + (u + n) % STAGES * PIECE;
       }
       unit_logits<AT_ONCE>(s + u, from, q, g, c);
+#if FETCH
+      if (lane >= u && lane < u + AT_ONCE) {
+        keep_piece(now, 0, ring + lane % STAGES * PIECE);
+        wait_stored();
+      }
+#endif
       __syncwarp();
 #pragma unroll
       for (int piece = u; piece < u + AT_ONCE; piece++) {
@@ -141,6 +151,12 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       const u32 v = ring + piece % STAGES * PIECE;
       if (seen == 0xffff) unit_values<false>(leaf.o, v, w[u][0], w[u][1], true, true, g, c);
       else unit_values<true>(leaf.o, v, w[u][0], w[u][1], seen >> (2 * u) & 1, seen >> (2 * u + 1) & 1, g, c);
+#if FETCH
+      if (lane == u) {
+        keep_piece(now, 1, v);
+        wait_stored();
+      }
+#endif
       __syncwarp();
       if (piece + STAGES < 2 * UNITS) issue(now, piece + STAGES, ring, barriers, see, policy, lane);
       else if (more) issue(next, piece + STAGES - 2 * UNITS, ring, barriers, see, policy, lane);

@@ -18,6 +18,9 @@
 #pragma once
 
 #include "e4m3.cuh"
+#if FETCH
+#include "fetch_lists.cuh"
+#endif
 
 #define LEAF 128
 #define NOTHING __int_as_float(0xff800000)
@@ -58,6 +61,9 @@ struct AttendParams {
   const u8* key_scales;     // of pages of E4M3
   const u8* value_scales;
   i64 scale_stride[6];      // bytes from page to page, from head to head, from token to token, of K, then of V
+#if FETCH
+  FetchLists fetch;  // in place of slots and positions
+#endif
 };
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -164,11 +170,14 @@ __device__ __forceinline__ const u8* page_of(const AttendParams& p, bool values,
   return (values ? p.values : p.units) + page * stride[0] + head * stride[1];
 }
 
-// The first token of an entry, NOWHERE for those that no length reaches.
-__device__ __forceinline__ int first_token_of(const AttendParams& p, i64 list, int entry) {
-  const i64 block = p.positions ? (i64)p.positions[list + entry] : (i64)p.first_block + entry;
+// The first token of a block, NOWHERE for those that no length reaches.
+__device__ __forceinline__ int first_token_of(i64 block) {
   const i64 token = block * BLOCK;
   return token < 0 || token >= NOWHERE - BLOCK ? NOWHERE - BLOCK : (int)token;
+}
+
+__device__ __forceinline__ int first_token_of(const AttendParams& p, i64 list, int entry) {
+  return first_token_of(p.positions ? (i64)p.positions[list + entry] : (i64)p.first_block + entry);
 }
 
 // Tokens that the last row of a sequence sees: from the host, or from a counter that earlier kernels wrote.

@@ -21,6 +21,7 @@ def _decode(
     *,
     spans: int = 0,
     lse: int = 0,
+    fetch: int = 0,
 ) -> Constants:
     return {
         **dims,
@@ -31,6 +32,7 @@ def _decode(
         "WHOLE_SPANS": spans,
         "BLOCKS_A_SM": 2 if stages == 2 else 1,
         "BLOCK_LSE": lse,
+        "FETCH": fetch,
     }
 
 
@@ -49,12 +51,16 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
             _decode(_LLAMA, 1, 4, 1, 2, spans=1),
             _decode(_LLAMA, 8, 16, 8, 8),
             _decode(_LLAMA, 8, 16, 8, 8, lse=1),
-            _decode(_LLAMA, 8, 10, 2, 8, lse=1),
+            _decode(_LLAMA, 8, 16, 8, 16, lse=1, fetch=1),
+            _decode(_LLAMA, 8, 10, 2, 8, lse=1, fetch=1),
             _decode(_LLAMA, 8, 8, 1, 4),
             _decode(_LLAMA, 8, 8, 1, 4, lse=1),
+            _decode(_LLAMA, 8, 8, 1, 4, lse=1, fetch=1),
+            _decode(_LLAMA, 0, 8, 1, 2, lse=1, fetch=1),
             _decode(_HALF, 8, 16, 4, 8),
             _decode(_SMOL, 16, 16, 4, 8),
             _decode(_SMOL, 16, 12, 4, 8, lse=1),
+            _decode(_SMOL, 16, 12, 4, 16, lse=1, fetch=1),
             _decode(_SMOL, 0, 8, 1, 4),
         ),
     ),

@@ -21,7 +21,7 @@ __device__ __forceinline__ void meet(int group) {
 }
 
 __device__ __forceinline__ void copy_piece(const Entry& e, u32 to, int kind, u32 barrier, Sight see, u64 policy) {
-  if (e.first < see.end && e.first + BLOCK > see.start) {
+  if (is_wanted(e, see)) {
     expect(barrier, PIECE);
     copy_bulk(to, e.unit + kind * PIECE, PIECE, barrier, policy);
   } else {
@@ -59,6 +59,18 @@ __device__ __forceinline__ void leaf_values(float (&o)[VALUE_DIMS / 16][4], floa
     if (VALUE_DIMS == 64) values_64<MASKED>(o, ring + stage * PIECE, w.x, w.y, low, high, g, c);
     else values_32<MASKED>(o, ring + stage * PIECE, w.x, w.y, low, high, g, c);
   }
+}
+
+// V of missing units of this warp to their slots, before another takes the ring's place.
+__device__ __forceinline__ void keep_values(const Entry& e, bool mine, u32 ring, u32 barriers, int lane) {
+#if FETCH
+  if (mine && e.to) {
+    const int stage = STAGES == UNITS ? lane : UNITS + lane;
+    wait(barriers + stage * 8, STAGES == UNITS ? 1 : 0);
+    keep_piece(e, 1, ring + stage * PIECE);
+    wait_stored();
+  }
+#endif
 }
 
 #if BLOCK_LSE
@@ -106,9 +118,12 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
-  if (!leaves.count) return;
   // Behind all K of this block: they are needed first.
-  if (STAGES > UNITS && mine) copy_piece(now, ring + (UNITS + lane) * PIECE, 1, barriers + (UNITS + lane) * 8, see, policy);
+  if (STAGES > UNITS && leaves.count && mine) copy_piece(now, ring + (UNITS + lane) * PIECE, 1, barriers + (UNITS + lane) * 8, see, policy);
+#if FETCH
+  fetch_beside(p);
+#endif
+  if (!leaves.count) return;
 
   constexpr int N = OWN_UNITS < 2 ? 1 : 2;
   float s[OWN_UNITS][4];
@@ -122,6 +137,10 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
     }
     unit_logits<N>(s + u, from, q, g, c);
   }
+#if FETCH
+  if (mine) keep_piece(now, 0, ring + lane * PIECE);
+  if (STAGES == UNITS) wait_stored();
+#endif
   if (STAGES == UNITS) {
     __syncwarp();
     if (mine) copy_piece(now, ring + lane * PIECE, 1, barriers + lane * 8, see, policy);
@@ -166,7 +185,10 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
 #if BLOCK_LSE
   leaf_lse(p, &exchange.weights[group][0][lane], reference, leaves.first * UNITS, part, g, c);
 #endif
-  if (part >= VALUE_WARPS) return;
+  if (part >= VALUE_WARPS) {
+    keep_values(now, mine, ring, barriers, lane);
+    return;
+  }
   float o[VALUE_DIMS / 16][4] = {};
   const uint4* weights = &exchange.weights[group][0][lane];
   const u32 v = ring + part * (VALUE_DIMS * 2);
@@ -176,6 +198,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   for (int y = 0; y < 2; y++)
 #pragma unroll
     for (int n = 4; n < 32; n <<= 1) sum[y] = __fadd_rn(sum[y], __shfl_xor_sync(ALL, sum[y], n));
+  keep_values(now, mine, ring, barriers, lane);
   if (part == 0) send_sums(to, leaves.first, reference, sum, g, c);
   send_dims<VALUE_DIMS / 16>(to, leaves.first, o, part * VALUE_DIMS, g, c);
 }

@@ -35,7 +35,18 @@ __device__ __forceinline__ i64 list_of(const AttendParams& p) {
 struct Entry {
   const u8* unit;
   int first;  // its first token; NOWHERE - BLOCK without a unit
+#if FETCH
+  u8* to;  // the device slot of a unit that is missing and lies in a host slot, or null
+#endif
 };
+
+// Whether it is copied into the ring. What is missing is brought even where no token of it is seen.
+__device__ __forceinline__ bool is_wanted(const Entry& e, Sight see) {
+#if FETCH
+  if (e.to) return true;
+#endif
+  return e.first < see.end && e.first + BLOCK > see.start;
+}
 
 // Which leaves a warp takes, one after the other.
 struct Leaves {
@@ -43,13 +54,41 @@ struct Leaves {
   __device__ __forceinline__ int operator()(int i) const { return first + i + i / leaves_a_span * stride; }
 };
 
+#if FETCH
+// The lists that fetch would write, taken from what it would read.
+__device__ __forceinline__ void find_entry(const AttendParams& p, Entry& e, int entry) {
+  const FetchLists& f = p.fetch;
+  const int head = head_of();
+  int slot, block, missing = 0;
+  if (entry < f.count) {
+    slot = load_int(f.chosen_slots + head * f.chosen_slots_stride + entry);
+    block = load_int(f.chosen + head * f.chosen_stride + entry);
+    missing = f.missing[head * f.missing_stride + entry];
+  } else {
+    slot = load_int(f.tail_slots + head * f.tail_slots_stride + entry - f.count);
+    block = load_int(f.tail_positions + entry - f.count);
+  }
+  e.unit = unit_of(p, slot);
+  if (missing) {
+    const int away = load_int(f.host_slots + block);
+    e.to = away < 0 ? nullptr : (u8*)e.unit;
+    e.unit = away < 0 ? nullptr : p.blocks + away * p.block_bytes + head * p.unit_bytes;
+  }
+  if (e.unit) e.first = first_token_of(block);
+}
+#endif
+
 __device__ __forceinline__ Entry entry_of(const AttendParams& p, i64 list, const Leaves& leaves, int i, int lane) {
   Entry e = {nullptr, NOWHERE - BLOCK};
   if (lane < UNITS && i < leaves.count) {
     const int entry = leaves(i) * UNITS + lane;
     if (entry < p.entries) {
+#if FETCH
+      find_entry(p, e, entry);
+#else
       e.unit = unit_of(p, load_int(p.slots + list + entry));
       if (e.unit) e.first = first_token_of(p, list, entry);
+#endif
     }
   }
   return e;
@@ -73,7 +112,7 @@ __device__ __forceinline__ u32 seen_tokens(const Entry& e, Sight see, int g, int
 __device__ __forceinline__ void issue(const Entry& e, int piece, u32 ring, u32 barriers, Sight see, u64 policy, int lane) {
   const int stage = piece % STAGES;
   if (lane == piece % UNITS) {
-    if (e.first < see.end && e.first + BLOCK > see.start) {
+    if (is_wanted(e, see)) {
       expect(barriers + stage * 8, PIECE);
       copy_bulk(ring + stage * PIECE, e.unit + (piece / UNITS % 2) * PIECE, PIECE, barriers + stage * 8, policy);
     } else {
@@ -88,7 +127,7 @@ __device__ __forceinline__ void issue_first(const Entry& e, u32 ring, u32 barrie
   for (int kind = 0; kind < (STAGES + UNITS - 1) / UNITS; kind++) {
     const int stage = kind * UNITS + lane;
     if (lane < UNITS && stage < STAGES) {
-      if (e.first < see.end && e.first + BLOCK > see.start) {
+      if (is_wanted(e, see)) {
         expect(barriers + stage * 8, PIECE);
         copy_bulk(ring + stage * PIECE, e.unit + kind * PIECE, PIECE, barriers + stage * 8, policy);
       } else {
@@ -97,6 +136,18 @@ __device__ __forceinline__ void issue_first(const Entry& e, u32 ring, u32 barrie
     }
   }
 }
+
+#if FETCH
+// A piece of a missing unit, which has arrived at `from`, to its device slot.
+__device__ __forceinline__ void keep_piece(const Entry& e, int kind, u32 from) {
+  if (e.to) store_bulk(e.to + kind * PIECE, from, PIECE);
+}
+
+// What fetch does beside, while the first copies are on their way.
+__device__ __forceinline__ void fetch_beside(const AttendParams& p) {
+  if (rank_of() == 0 && blockIdx.y == 0) list_absent(p.fetch, head_of());
+}
+#endif
 
 // The operands of 64 dims of a unit's K: rows g and g + 8.
 struct Keys {

@@ -36,6 +36,18 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
       : "memory");
 }
 
+// Shared memory that bulk copies filled, and whose barrier was waited for, to global memory.
+__device__ __forceinline__ void store_bulk(u8* to, u32 from, u32 bytes) {
+  asm volatile(
+      "fence.proxy.async.shared::cta;\ncp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// What this thread stored so was read: its place may be written again.
+__device__ __forceinline__ void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 __device__ __forceinline__ uint2 load_shared8(u32 at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");

@@ -15,6 +15,7 @@ from hsswap import PredictorConfig, ptx
 from hsswap.config import LayerGroup
 from hsswap.driver import cuda_attention
 from hsswap.driver.base import Stream
+from hsswap.driver.choice_operations import FetchWork
 from hsswap.driver.cuda_attention import enqueue_attend
 from hsswap.driver.cuda_attention_decode import CLUSTERS, PORTABLE_CLUSTER
 from hsswap.driver.cuda_attention_params import unit_bytes_of
@@ -26,6 +27,7 @@ from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import (
     AttendWork,
     AttentionState,
+    BlockPool,
     FinalizeWork,
     ProjectionCodes,
     ScoreWork,
@@ -126,6 +128,31 @@ def attend_work(
     )
 
 
+def fetching(work: AttendWork) -> AttendWork:
+    """The same of one sequence, which fetches what it attends first."""
+    group, size = work.units.group, work.units.block_size
+    assert isinstance(work.units, UnitPool)
+    _, heads, entries = work.slots.shape
+    places, flags = i32_table(heads, entries), tensor("u8", (heads, entries))
+    lists, blocks = tensor("i32", (1, heads, entries)), BlockPool(work.units.memory, group, size)
+    brought = FetchWork(
+        units=work.units,
+        blocks=blocks,
+        chosen=places,
+        chosen_slots=places,
+        missing=flags,
+        cache=UnitCache(places, places, places, places),
+        host_slots=tensor("i32", (4096,)),
+        tail_slots=i32_table(heads, 0),
+        tail_positions=tensor("i32", (0,)),
+        slots=places,
+        positions=places,
+        absent=places,
+        absent_count=tensor("i32", (heads,)),
+    )
+    return replace(work, slots=lists, positions=lists, blocks=blocks, fetch=brought)
+
+
 def check(chip: Listening, prepared: PrepareWork, work: AttendWork) -> None:
     """Launch it, and see that nothing else was launched than what is prepared."""
     enqueue_attend(chip, None, work, work.end)  # type: ignore[arg-type]
@@ -167,6 +194,9 @@ def test_every_size_of_a_decode_is_prepared(
                 sizes = (sequences, 1, 8 * leaves)
                 work = attend_work(group, 16, sizes, ranked=ranked, skip_bytes=0)
                 enqueue_attend(chip, None, work, work.end)  # type: ignore[arg-type]
+                if ranked and sequences == 1:
+                    work = fetching(work)
+                    enqueue_attend(chip, None, work, work.end)  # type: ignore[arg-type]
         ready = {key_of(kernel, constants) for kernel, constants in kernels_of(chip, prepared)}
         assert chip.launched <= ready, chip.launched - ready
 
@@ -228,6 +258,8 @@ def test_whatever_is_attended_is_prepared(
     sizes = (sequences, rows, entries)
     work = attend_work(group, size, sizes, ranked=ranked, skip_bytes=skip_bytes)
     check(Listening(facts, clusters), prepared, work)
+    if ranked and sequences == 1:
+        check(Listening(facts, clusters), prepared, fetching(work))
 
 
 @pytest.mark.parametrize("kind", ["codes", "projection", None])
@@ -243,10 +275,10 @@ def test_only_what_the_table_has_and_no_more_than_a_swap_needs(kind: str | None,
     }
     decodes = [constants for name, constants in kernels if name == "attend_decode"]
     # One sequence of 8 KV heads: 9 plans up to 64 leaves, one for up to 16 spans, one beyond; with
-    # a predictor each of them also with logsumexps of blocks.
-    assert len(decodes) == (0 if size != 16 else 11 if kind is None else 22)
+    # a predictor each of them also with logsumexps of blocks, and with these and a fetch.
+    assert len(decodes) == (0 if size != 16 else 11 if kind is None else 33)
     assert not any(int(c["CLUSTER"]) > PORTABLE_CLUSTER for c in decodes)
-    assert len(modules) <= 42
+    assert len(modules) <= 53
     assert ("attend_wide" in dict(kernels)) == (size == 16)
     assert ("select" in dict(kernels)) == (kind is not None)
 

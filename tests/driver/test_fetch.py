@@ -137,6 +137,23 @@ def test_fetch_refuses_what_does_not_fit(rig: Rig) -> None:
             rig.device.fetch(rig.stream, replace(work, **changes))  # type: ignore[arg-type]
 
 
+def test_attention_refuses_a_fetch_of_other_lists_or_pools(rig: Rig) -> None:
+    step = TopK(rig, 20, 5, 26)
+    work = replace(step.attend, fetch=step.fetch, blocks=step.host)
+    other = rig.tensor(np.zeros(step.fetch.slots.shape, np.int32))
+    wrong: list[tuple[str, AttendWork]] = [
+        ("slots is not what fetch lists", replace(work, slots=other.as_batch())),
+        ("positions is not what fetch lists", replace(work, positions=other.as_batch())),
+        ("positions is not", replace(work, positions=None)),
+        ("between other pools", replace(work, blocks=None)),
+        ("between other pools", replace(work, units=rig.units(step.group, 16, 99))),
+        ("absent has dtype f32", replace(work, fetch=replace(step.fetch, absent=step.mass.row(0)))),
+    ]
+    for message, bad in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            rig.device.attend(rig.stream, bad)
+
+
 @pytest.mark.parametrize("name", ["chosen", "chosen_slots", "host_slots"])
 def test_the_host_checks_what_fetch_reads(name: str) -> None:
     with HostDevice() as device, Rig(device) as rig:
@@ -150,14 +167,14 @@ def test_the_host_checks_what_fetch_reads(name: str) -> None:
 class TopK:
     """A sequence of ``blocks`` full blocks and one being filled, with codes and a unit cache."""
 
-    def __init__(self, rig: Rig, blocks: int, k: int, room: int) -> None:
+    def __init__(self, rig: Rig, blocks: int, k: int, room: int, dim: int = 64) -> None:
         """``room``: blocks that the tables can hold."""
         rng = np.random.default_rng(blocks)
-        self.group = group = LayerGroup(1, 8, 2, 64)
+        self.group = group = LayerGroup(1, 8, 2, dim)
         heads, size, tensor = 2, 16, rig.tensor
         self.rig, self.blocks, self.k = rig, blocks, k
-        self.keys = random_codes(rng, (blocks * size + 7, heads, 64))
-        self.values = random_codes(rng, (blocks * size + 7, heads, 64))
+        self.keys = random_codes(rng, (blocks * size + 7, heads, dim))
+        self.values = random_codes(rng, (blocks * size + 7, heads, dim))
         places = 2 * k
         self.pool = rig.units(group, size, heads * (places + 1), 0x7F)
         self.host = rig.blocks(group, size, room + 1)
@@ -172,18 +189,18 @@ class TopK:
         self.tail = np.array([[heads * places], [heads * places + 1]], np.int32)
         rest = self.pool.memory.array().view(np.uint16)
         for h in range(heads):
-            for start, source in ((0, self.keys), (size * 64, self.values)):
+            for start, source in ((0, self.keys), (size * dim, self.values)):
                 flat = source[blocks * size :, h].ravel()
                 rest[self.tail[h, 0], start : start + len(flat)] = flat
         self.host_slots = np.where(np.arange(room) < blocks, order, -1).astype(np.int32)
         index = np.where(np.arange(room) < blocks, np.arange(room), -1).astype(np.int32)
         codes = tensor(random_codes(rng, (room, heads, size, 8)))
-        self.codes = ProjectionCodes(codes, tensor(random_codes(rng, (64, 8))), group)
+        self.codes = ProjectionCodes(codes, tensor(random_codes(rng, (dim, 8))), group)
         self.slots = np.arange(heads * places, dtype=np.int32).reshape(heads, places)
         count = k + 1
         mass = np.zeros((1, heads, count + 1), np.float32)
         self.mass = tensor(mass)
-        self.queries = tensor(np.zeros((1, 1, 8, 64), np.uint16))
+        self.queries = tensor(np.zeros((1, 1, 8, dim), np.uint16))
         chosen = tensor(np.full((heads, count), -1, np.int32))
         self.cache = UnitCache(
             tensor(self.slots),
@@ -194,7 +211,7 @@ class TopK:
         )
         self.score = ScoreWork(
             self.codes,
-            Tensor(self.queries.address, (8, 64), (128, 2), "bf16", False, self.queries),
+            Tensor(self.queries.address, (8, dim), (2 * dim, 2), "bf16", False, self.queries),
             tensor(index),
             tensor(np.zeros((heads, room), np.float32)),
         )
@@ -228,9 +245,9 @@ class TopK:
             absent=tensor(np.zeros((heads, count), np.int32)),
             absent_count=tensor(np.zeros(heads, np.int32)),
         )
-        zeros = np.zeros((1, 1, 8, 64), np.float32)
+        zeros = np.zeros((1, 1, 8, dim), np.float32)
         state = AttentionState(tensor(zeros[..., 0]), tensor(zeros[..., 0]), tensor(zeros))
-        self.out = tensor(np.full((1, 1, 8, 64), NAN_CODE, np.uint16))
+        self.out = tensor(np.full((1, 1, 8, dim), NAN_CODE, np.uint16))
         block_lse = tensor(np.zeros((1, 1, 8, count + 1), np.float32))
         self.attend = AttendWork(
             queries=self.queries,
@@ -246,18 +263,22 @@ class TopK:
         )
         self.finalize = FinalizeWork(state, self.out, block_lse=block_lse, block_mass=self.mass)
 
-    def enqueue(self) -> None:
+    def enqueue(self, *, fused: bool) -> None:
         """One step, with no decision of the host."""
         device, stream = self.rig.device, self.rig.stream
         device.score(stream, self.score)
         device.select(stream, self.select)
+        if fused:
+            work = replace(self.attend, fetch=self.fetch, blocks=self.host, end=self.finalize)
+            device.attend(stream, work)
+            return
         device.fetch(stream, self.fetch)
         device.attend(stream, self.attend)
         device.finalize(stream, self.finalize)
 
     def wanted(self, queries: NDArray[np.uint16], attended: list[list[int]]) -> NDArray[np.float64]:
         """Attention of the blocks of each head, and of the rows behind the last full one."""
-        out = np.zeros((8, 64))
+        out = np.zeros((8, self.group.head_dim))
         heads = oracle.Heads(4, self.group.logit_scale)
         for h, blocks in enumerate(attended):
             rows = [r for b in blocks for r in range(16 * b, 16 * b + 16)]
@@ -278,28 +299,44 @@ def plain_choice(step: TopK) -> list[list[int]]:
     return chosen
 
 
-def test_a_captured_top_k_step(rig: Rig) -> None:
-    """Replayed with changing queries and tables; the cache turns over, and some blocks are lost."""
-    step = TopK(rig, blocks=30, k=6, room=37)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "k", "dim", "turns"),
+    [
+        (30, 6, 64, 25),
+        (90, 40, 128, 10),
+        (500, 330, 128, 5),
+        (900, 700, 128, 5),
+        (1300, 1100, 64, 5),
+    ],
+)
+def test_a_captured_top_k_step(
+    rig: Rig, blocks: int, k: int, dim: int, turns: int, fused: bool
+) -> None:
+    """Replayed with changing queries and tables; the cache turns over, and some blocks are lost.
+
+    Lists of several lengths: attention shares them out in ways of its own, and fetches in each.
+    """
+    step = TopK(rig, blocks, k, blocks + 7, dim)
     rng = np.random.default_rng(3)
     with rig.stream.capture() as graph:
-        step.enqueue()
+        step.enqueue(fused=fused)
     table = step.fetch.host_slots.array()
     lost_before: list[set[int]] = [set(), set()]
     came: list[set[int]] = [set(), set()]
     misses = 0
     with graph:
-        for turn in range(25):
-            queries = random_codes(rng, (1, 1, 8, 64), scale=2.0)
+        for turn in range(turns):
+            queries = random_codes(rng, (1, 1, 8, dim), scale=2.0)
             step.queries.array()[...] = queries
             table[...] = step.host_slots
             if turn % 5 == 3:
-                table[rng.permutation(30)[:12]] = -1
+                table[rng.permutation(blocks)[: blocks * 2 // 5]] = -1
             graph.launch(rig.stream)
             rig.stream.synchronize()
             chosen = plain_choice(step)
             assert step.select.chosen.array().tolist() == chosen
-            assert (step.score.scores.array()[:, 30:] == -np.inf).all()
+            assert (step.score.scores.array()[:, blocks:] == -np.inf).all()
             missing = step.select.missing.array() != 0
             misses += int(missing.sum())
             attended = []
@@ -319,8 +356,8 @@ def test_a_captured_top_k_step(rig: Rig) -> None:
             assert error <= oracle.FACTOR * oracle.FLOOR * 2
             share = step.mass.array()[0].sum(1)
             np.testing.assert_allclose(share, 1, rtol=1e-5)
-    assert (step.select.step.array() == 25).all()  # type: ignore[union-attr]
-    assert 30 < misses < 25 * 14
+    assert (step.select.step.array() == turns).all()  # type: ignore[union-attr]
+    assert 2 * (k + 1) < misses < turns * 2 * (k + 1)
 
 
 def test_what_the_device_holds_ranks_and_chooses_the_same(rig: Rig) -> None:
