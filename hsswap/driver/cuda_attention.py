@@ -89,7 +89,7 @@ def enqueue_attend(
     plain = end is not None and end.left_out is None  # which finalize alone knows
     fused = end is not None and plain and end.block_mass is None
     if decode is not None:
-        fused = fused or (plain and decode.cluster > 0)
+        fused = fused or (plain and decode.leaf_parts)
         launch_decode(device, stream, work, shape, decode, end if fused else None)
     elif uses_e4m3(device, work, shape):
         launch_e4m3(device, stream, work, shape, end if fused else None)

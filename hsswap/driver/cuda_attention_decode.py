@@ -65,9 +65,14 @@ class Decode:
         """Leaves of a thread block at a time."""
         return self.warps // self.leaf_warps
 
+    @property
+    def leaf_parts(self) -> bool:
+        """Whether parts are leaves; then a thread block can tell the masses of its blocks."""
+        return self.cluster > 0 and not self.whole_spans
+
     def parts(self, shape: Shape) -> int:
         """Parts of a (sequence, KV head) that are folded in the end."""
-        return shape.leaves if self.cluster and not self.whole_spans else shape.spans
+        return shape.leaves if self.leaf_parts else shape.spans
 
     def shares(self, shape: Shape) -> int:
         """Thread blocks, or clusters of them, of a (sequence, KV head)."""

@@ -41,8 +41,8 @@ extern "C" __global__ void attend_decode(const __grid_constant__ AttendParams p)
 #define EXCHANGE_BYTES 0
 
 // What one warp does, from its first copy to its last part.
-__device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory, u64* barrier_words, const Parts& to, int lane,
-                                              int warp, int g, int c) {
+__device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory, u64* barrier_words, const Parts& to,
+                                              float* kept, int lane, int warp, int g, int c) {
   const u32 ring = shared_address(memory) + warp * RING, barriers = shared_address(barrier_words) + warp * STAGES * 8;
   if (lane == 0) init_barriers(barriers, STAGES);
   __syncwarp();
@@ -88,7 +88,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       now = next;
       next = after;
 #if BLOCK_LSE
-      write_no_lse(p, leaves(i) * UNITS, row_of_pair(), g, c);
+      write_no_lse(p, leaves(i) * UNITS, kept + warp * UNITS * GROUP, g, c);
 #endif
 #if LEAF_PARTS
       const float reference[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
@@ -142,7 +142,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
       for (int y = 0; y < 2; y++) sums[u][y] = __fadd_rn(s[u][y], s[u][y + 2]);
-    write_block_lse<UNITS>(p, sums, leaf.reference, leaves(i) * UNITS, row_of_pair(), g, c);
+    write_block_lse<UNITS>(p, sums, leaf.reference, leaves(i) * UNITS, kept + warp * UNITS * GROUP, g, c);
 #endif
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -186,6 +186,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barrier_words[TOGETHER * STAGES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+#if BLOCK_LSE
+  __shared__ float kept[KEPT];
+#else
+  float* const kept = nullptr;
+#endif
   follow();  // merge_decode waits for the end of this
 #if CLUSTER
   __shared__ float2 before[GROUP];
@@ -200,13 +205,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   const Parts to;
 #endif
 #if LEAF_WARPS == 1
-  attend_leaves(p, memory, barrier_words, to, lane, warp, g, c);
+  attend_leaves(p, memory, barrier_words, to, kept, lane, warp, g, c);
 #else
-  attend_leaf(p, memory, barrier_words, to, lane, warp, g, c);
+  attend_leaf(p, memory, barrier_words, to, kept, lane, warp, g, c);
 #endif
 #if CLUSTER
   exchange();
-  fold_parts(p, memory, (const float*)arrived, (const float2*)(arrived + p.parts * (OWNED * 4)), before);
+  fold_parts(p, memory, (const float*)arrived, (const float2*)(arrived + p.parts * (OWNED * 4)), before, kept);
 #else
   __syncthreads();
   fold_block(p, memory);

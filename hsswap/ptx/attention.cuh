@@ -40,7 +40,7 @@ struct AttendParams {
   float* total;             // [S, R, Q]
   float* weighted;          // [S, R, Q, dv]
   float* block_lse;         // [S, R, Q, B], or null; attend_decode: BLOCK_LSE 1
-  float* block_mass;        // [S, H, B], or null: by attend_decode with a cluster, where `out` is given
+  float* block_mass;        // [S, H, B], or null: by attend_decode with parts of leaves, where `out` is given
   float* partial;           // [S, R, Q, parts, dv]
   float2* partial_sums;     // [S, R, Q, parts]: R, l
   int* done;                // [S * H][tiles of 128 pairs]: spans that attend_wide has folded, where `wide` is 1

@@ -139,7 +139,7 @@ __device__ __forceinline__ void fold_run(Folded& f, const float* values, const f
 // The parts of this block's dims into the state, or the end of the attention if `out` is given. `memory` may be
 // overwritten; `before`: reference and sum of the state.
 __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, const float* values, const float2* sums,
-                                           const float2* before) {
+                                           const float2* before, const float* kept) {
   const int sequence = blockIdx.z;
   const i64 row0 = (i64)sequence * Q_HEADS + head_of() * GROUP;
 #if LEAF_PARTS
@@ -159,7 +159,7 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
 #else
   const int spans = p.parts;
 #endif
-#if BLOCK_LSE
+#if BLOCK_LSE && LEAF_PARTS
   __shared__ float lse[GROUP];
 #endif
   for (int e = threadIdx.x; e < OWNED; e += THREADS) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       const End end = end_of(f.reference, f.sum, p.sinks, head_of() * GROUP + head);
       out[dim * p.out_stride[3]] = output_of(f.o * end.factor, end.total);
       if (p.lse && dim == 0) p.lse[row] = lse_of(end.reference, end.total);
-#if BLOCK_LSE
+#if BLOCK_LSE && LEAF_PARTS
       if (e % SLICE == 0) lse[head] = lse_of(end.reference, end.total);
 #endif
     } else {
@@ -183,10 +183,10 @@ __device__ __forceinline__ void fold_parts(const AttendParams& p, u8* memory, co
       }
     }
   }
-#if BLOCK_LSE
+#if BLOCK_LSE && LEAF_PARTS
   if (p.out && p.block_mass) {
     __syncthreads();
-    write_masses(p, row0, (i64)sequence * KV_HEADS + head_of(), lse, rank_of() * THREADS + threadIdx.x, CLUSTER * THREADS);
+    write_masses(p, kept, lse);
   }
 #endif
 }

@@ -79,7 +79,7 @@ __device__ __forceinline__ void keep_values(const Entry& e, bool mine, u32 ring,
 
 // Logsumexps of a leaf's units, by the warps that take no dims, or by all while V is on its way.
 __device__ __forceinline__ void leaf_lse(const AttendParams& p, const uint4* weights, const float (&reference)[2],
-                                         int first_entry, int part, int g, int c) {
+                                         int first_entry, float* kept, int part, int g, int c) {
   constexpr int N = UNITS / LSE_WARPS;
   const int first = (FREE_WARPS ? part - VALUE_WARPS : part) * N;
   if (first < 0 || first >= UNITS) return;
@@ -90,13 +90,13 @@ __device__ __forceinline__ void leaf_lse(const AttendParams& p, const uint4* wei
     v[n][0] = __uint_as_float(w.z);
     v[n][1] = __uint_as_float(w.w);
   }
-  write_block_lse<N>(p, v, reference, first_entry + first, row_of_pair(), g, c);
+  write_block_lse<N>(p, v, reference, first_entry + first, kept + first * GROUP, g, c);
 }
 #endif
 
 // What one of the warps of a leaf does.
-__device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u64* barrier_words, const Parts& to, int lane,
-                                            int warp, int g, int c) {
+__device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u64* barrier_words, const Parts& to,
+                                            float* kept, int lane, int warp, int g, int c) {
   const int group = warp / LEAF_WARPS, part = warp % LEAF_WARPS, first_unit = part * OWN_UNITS;
   const u32 ring = shared_address(memory) + group * RING, barriers = shared_address(barrier_words) + group * STAGES * 8;
   Exchange& exchange = *(Exchange*)(memory + TOGETHER * RING);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   }
   meet(group);
 #if BLOCK_LSE
-  leaf_lse(p, &exchange.weights[group][0][lane], reference, leaves.first * UNITS, part, g, c);
+  leaf_lse(p, &exchange.weights[group][0][lane], reference, leaves.first * UNITS, kept + group * UNITS * GROUP, part, g, c);
 #endif
   if (part >= VALUE_WARPS) {
     keep_values(now, mine, ring, barriers, lane);

@@ -79,13 +79,6 @@ __device__ __forceinline__ u32 transpose(u32 a) {
   return r;
 }
 
-// What another multiprocessor wrote, behind a barrier with it.
-__device__ __forceinline__ float load_from_others(const float* from) {
-  float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-  return v;
-}
-
 // Not sunk to its use, as a plain load would be.
 __device__ __forceinline__ int load_int(const int* from) {
   int v;
