@@ -1,4 +1,4 @@
-"""A captured top-k step of one layer: score, select, attend with its fetch, mass, with no look back.
+"""A captured top-k step of one layer: score, select, attend that fetches, with no look back.
 
 The blocks that were full when the steps began are ranked. Those behind them are attended always:
 their codes are made when the sequence is taken back.
