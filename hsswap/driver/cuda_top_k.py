@@ -220,7 +220,8 @@ def trim(device: Launcher, stream: Stream, work: TrimWork) -> None:
         work.least,
         work.bound,
     )
-    device.launch(stream, "trim", {}, Grid(heads), Grid(THREADS), 8 * count, params)
+    block = Grid(THREADS)
+    device.launch(stream, "trim", {}, Grid(heads), block, 8 * count, params, follows=True)
 
 
 def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:

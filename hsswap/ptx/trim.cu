@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     trim(const __grid_constant__ Params p) {
     extern __shared__ float entries[];
     __shared__ float parts[WARPS];
+    follow();
     int h = blockIdx.x;
     float* scores = entries;            // [N]; NaN: pinned
     float* shares = entries + p.count;  // [N]
