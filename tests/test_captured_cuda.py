@@ -167,12 +167,11 @@ def check(swap: HighSpeedSwap, steps: CapturedSteps, layer: int, row: int, out: 
     """The answer over exactly the blocks that were attended."""
     captured = steps._layers[layer]
     assert isinstance(captured, CapturedTopK)
-    positions = read(swap, captured._tensor("positions"))[0]
-    slots = read(swap, captured._tensor("attended"))[0]
-    assert (slots != -1).all()
+    choice = read(swap, captured._tensor("chosen"))
+    assert not read(swap, captured._tensor("absent count")).any()
     ranked = captured.held.first
     for head in range(2):
-        chosen = [b for b in positions[head].tolist() if b < ranked]
+        chosen = choice[head].tolist()
         assert len(set(chosen)) == TOP_K.pinned_blocks(16) + TOP_K.k
         assert {0, *range(ranked - 8, ranked)} <= set(chosen)
         seen = [*chosen, *range(ranked, row // 16 + 1)]
