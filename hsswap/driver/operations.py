@@ -267,22 +267,17 @@ class AttendWork:
     are then contiguous along B, equally far from head to head, and sequences are H heads apart.
     ``added_tokens``: tokens that the last row sees beyond ``lengths``, for a counter that stands
     before the rows of this step. Entries behind a row's length change no bit, so a table may be as
-    long as the sequence can become.
-
-    Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
-    ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
-    be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
-    None, receives each entry's logsumexp (-inf where a row sees nothing of it, or perhaps where it
-    weighs less than 2^-126 of what is beside it).
+    long as the sequence can become. Partials are taken over spans of ``span_blocks`` entries in
+    entry order and folded into ``state`` in that order; the tile is whole spans, except that the
+    last one of the sequence may be short. ``begin``: ignore what ``state`` held. ``block_lse``
+    ``[S, R, Q, B]`` float32, if not None, receives each entry's logsumexp (-inf where a row sees
+    nothing of it, or perhaps where it weighs less than 2^-126 of what is beside it). Unwritten and
+    unseen tokens get no weight, whatever their bytes (NaN included).
 
     ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
-    ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here.
-
-    ``fetch``, if not None, is done ahead of it, for one sequence, in the same launch where that can
-    be: its pools are those here, its ``slots`` and ``positions`` those here but for the axis of
-    sequences, and what these two hold is not defined afterwards.
-
-    Unwritten and unseen tokens get no weight, whatever their bytes (NaN included).
+    ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here. So is
+    ``fetch`` done ahead of it, for one sequence: its pools and lists are ``units``, ``blocks``,
+    ``slots`` and ``positions``, and what the lists hold is not defined afterwards.
     """
 
     queries: Tensor

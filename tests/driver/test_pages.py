@@ -170,10 +170,11 @@ def test_pages_of_e4m3_with_one_scale_for_all(rig: Rig) -> None:
     whole = [rig.tensor(np.full(shape, scale, np.float32)) for scale in (0.25, 3.0)]
     one = [rig.tensor(np.array([scale], np.float32)) for scale in (0.25, 3.0)]
     broad = [Tensor(t.address, shape, (0, 0, 0), "f32", False, t.owner) for t in one]
-    wanted, got = (
+    (wanted, lse), (got, of_broad) = (
         attend(rig, replace(pool, key_scales=k, value_scales=v), slots, queries, [100])
         for k, v in (whole, broad)
     )
     assert got == wanted
+    assert of_broad.tobytes() == lse.tobytes()
     with pytest.raises(ArgumentError, match=r"units\.value_scales is None; E4M3 comes with"):
         attend(rig, replace(pool, value_scales=None), slots, queries, [100])
