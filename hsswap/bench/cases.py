@@ -165,7 +165,8 @@ def _fill(units: Any, group: LayerGroup, generator: Any) -> None:
     if not group.is_e4m3:
         units[:] = random.bfloat16().view(torch.uint8)
         return
-    units[:, :elements] = (random * 100).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = (random * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    units[:, :elements] = codes.view(torch.uint8)
     shape = (len(units), 2 * BLOCK_SIZE)
     powers = torch.randint(-8, -5, shape, device="cuda", generator=generator)
     units[:, elements:] = torch.exp2(powers.float()).view(torch.uint8)
