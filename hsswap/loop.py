@@ -9,6 +9,9 @@ from concurrent.futures import Executor
 from threading import Lock
 from typing import TypeVar
 
+QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
+"""How often a full stream is asked for room for an event: 10 seconds."""
+
 T = TypeVar("T")
 
 

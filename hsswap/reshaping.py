@@ -152,7 +152,7 @@ class Reshaping(SequenceState):
                 swap.mailbox.post(lambda: swap.retiring.close_soon(fork))
                 raise
             finally:
-                fork._last = self._last
+                fork._last, fork._unrecorded = self._last, self._unrecorded
             return fork
 
     def _cuts(self, length: object) -> tuple[int, list[Cut]]:

@@ -166,12 +166,14 @@ class ResidentTable:
 
     def hold(self, indices: I64) -> bool:
         """Hold host slots of all that is in no device slot, if the tier has them within its quota
-        and nobody asked for room since the last attempt. Looks at every block.
+        and nobody asked for room since the last attempt. Looks at every block then.
 
         To be asked after :meth:`settle`. Under the swap's lock.
         """
         asked, self._asked = self._asked, self._holders.asked
-        if asked != self._asked or not self._take(0, indices):
+        if asked != self._asked or self._nowhere > self._tier.quota:
+            return False
+        if not self._take(0, indices):
             return False
         if not self.has_room():
             self.let_go()

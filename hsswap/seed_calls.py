@@ -26,6 +26,8 @@ from hsswap.seed_use import SeedUse
 from hsswap.tiers import I32, I64, SlotState
 from hsswap.writeback import Batch
 
+NO_IDS: I64 = np.empty(0, np.int64)
+
 
 class SeedCalls(SeedUse):
     """The calls of :class:`hsswap.HighSpeedSwap` on blocks named by id."""
@@ -229,14 +231,16 @@ class SeedCalls(SeedUse):
         named, blocks = self.named, batch.blocks
         pool, layer, index = blocks.pool, blocks.layer, int(blocks.indices[0])
         full = valid == pool.block_size
-        stale = [self._take_resident(layer, index)] if named.resident[layer, index] >= 0 else []
-        resident = pool.take_resident(blocks.group_layer) if full else None
         device_slots = np.full((1, pool.group.kv_heads), -1, np.int32)
-        if resident is not None:
-            named.resident[layer, index] = resident
-            device_slots = pool.slots.units(np.array([resident], np.int32)).T
         named.valid[layer, index] = 0
         try:
+            if named.resident[layer, index] >= 0:
+                behind = self._behind_all_uses()
+                self.retiring.later(NO_IDS, [self._take_resident(layer, index)], behind)
+            resident = pool.take_resident(blocks.group_layer) if full else None
+            if resident is not None:
+                named.resident[layer, index] = resident
+                device_slots = pool.slots.units(np.array([resident], np.int32)).T
             with self._named_use(stream, fills=True):
                 work = AppendWork(
                     **rows, first_offset=0, units=pool.units, device_slots=device_slots,
@@ -251,8 +255,6 @@ class SeedCalls(SeedUse):
             self.writes.refuse(batch, error)
             raise
         named.valid[layer, index] = valid
-        if stale:
-            self.retiring.later(blocks.indices[:0], stale, self._behind_all_uses())
         if not full and pool.spare_host_slots(self.config.tile_blocks) > 0:
             named.parked[layer, index] = batch
             pool.reserved_slots += 1

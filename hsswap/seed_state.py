@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from hsswap.config import ModelDims
 from hsswap.driver.base import Event, Stream
-from hsswap.errors import ArgumentError, DeviceError
+from hsswap.errors import ArgumentError, ClosedError, DeviceError
+from hsswap.loop import QUIET_ATTEMPTS, QUIET_PAUSE_S
 from hsswap.tiers import I32, I64
 from hsswap.writeback import Batch
 
@@ -22,7 +23,8 @@ class NamedBlocks:
 
     ``valid`` ``[layers, ids]``: tokens offloaded, 0 none. ``resident`` ``[layers, ids]``: the block
     slot in device memory that holds a copy, -1 none. ``uses``: the last event of each stream behind
-    work that reads or fills blocks; ``filled``: the last one that filled some, and its stream.
+    work that reads or fills blocks; ``unrecorded``: streams with work behind that, for which an
+    event was refused; ``filled``: the last one that filled some, and its stream.
     ``parked``: blocks that are not full, dirty in a host slot, written when they are or at a flush.
     ``plans``: first ids of the lists that are read ahead. ``calls`` under way; ``turn``: one
     offload at a time.
@@ -32,6 +34,7 @@ class NamedBlocks:
     resident: I32
     parked: dict[tuple[int, int], Batch] = field(default_factory=dict)
     uses: dict[int, Event] = field(default_factory=dict)
+    unrecorded: dict[int, Stream] = field(default_factory=dict)
     filled: tuple[Stream, Event] | None = None
     plans: set[int] = field(default_factory=set)
     calls: int = 0
@@ -43,8 +46,29 @@ class NamedBlocks:
         shape = dims.layers, ids
         return cls(np.zeros(shape, np.uint16), np.full(shape, -1, np.int32))
 
+    def record(self, stream: Stream) -> Event:
+        """An event behind what was enqueued on a stream. Raises what that raises."""
+        self.unrecorded[stream.handle] = stream
+        event = self.uses[stream.handle] = stream.record()
+        del self.unrecorded[stream.handle]
+        return event
+
+    def record_rest(self) -> None:
+        """The same for streams whose queue was full. Raises DeviceError where one still is."""
+        for handle, stream in list(self.unrecorded.items()):
+            try:
+                self.record(stream)
+            except ClosedError:  # by its owner, who has waited for its work
+                self.unrecorded.pop(handle, None)
+
     async def unused(self) -> None:
         """Wait for all work that was enqueued on blocks so far."""
+        for _ in range(QUIET_ATTEMPTS):
+            try:
+                self.record_rest()
+                break
+            except DeviceError:
+                await asyncio.sleep(QUIET_PAUSE_S)
         for event in list(self.uses.values()):
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await event.wait()

@@ -120,6 +120,7 @@ class SeedUse(SwapState):
     def _behind_all_uses(self) -> Event:
         """An event behind everything enqueued on such blocks so far."""
         stream = self.stream_of(None)
+        self.named.record_rest()
         for event in self.named.uses.values():
             stream.wait_for(event)
         return stream.record()
@@ -140,13 +141,13 @@ class SeedUse(SwapState):
     def _named_use(self, stream: Stream, *, fills: bool = False) -> Iterator[None]:
         """Work on such blocks is enqueued inside: behind what filled them, before what is freed."""
         named = self.named
+        named.record_rest()
         if named.filled is not None and named.filled[0] is not stream:
             stream.wait_for(named.filled[1])
         try:
             yield
         finally:
-            event = stream.record()
-            named.uses[stream.handle] = event
+            event = named.record(stream)
             if fills:
                 named.filled = (stream, event)
 

@@ -16,6 +16,7 @@ from hsswap.driver.base import Event, Stream
 from hsswap.errors import ArgumentError, ClosedError, DeviceError, OutOfBlocks
 from hsswap.exact import LayerCache
 from hsswap.io.ids import INDEX_MASK
+from hsswap.loop import QUIET_ATTEMPTS, QUIET_PAUSE_S
 from hsswap.prefetch import Blocks
 from hsswap.reserving import Reservation
 from hsswap.resident_table import ResidentTable
@@ -25,9 +26,6 @@ from hsswap.topk import TopK, TopKLayer
 if TYPE_CHECKING:
     from hsswap.captured import CapturedSteps
     from hsswap.swap import HighSpeedSwap
-
-QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
-"""How often closing a sequence asks a full stream for room for an event: 10 seconds."""
 
 T = TypeVar("T")
 

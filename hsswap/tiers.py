@@ -69,6 +69,11 @@ class HostTier:
         self._clock = 0
 
     @property
+    def quota(self) -> int:
+        """Slots that a layer may keep for scans to come."""
+        return self._quota
+
+    @property
     def slot_count(self) -> int:
         """All host slots of the group."""
         return len(self.state)

@@ -101,6 +101,20 @@ class Bench:
             for block in ids:
                 await self._drop(block)
 
+    async def offload_again(self) -> None:
+        block = await self.swap.alloc_disk_block_id()
+        try:
+            for start in (0, 40, 80):
+                await self.swap.offload_block(
+                    layer=0,
+                    block=block,
+                    k_block_host=CASE.keys[0][start : start + 16],
+                    v_block_host=CASE.values[0][start : start + 16],
+                    valid_tokens=16 if start < 80 else 5,
+                )
+        finally:
+            await self._drop(block)
+
     async def _drop(self, block: int) -> None:
         try:
             await self.swap.dec_disk_ref(block=block)
@@ -156,6 +170,7 @@ WAYS = [
     Way("commit and open", lambda b: b.reopen()),
     Way("commit and open, top-k", lambda b: b.reopen(), TOP_K),
     Way("blocks by id", lambda b: b.offload()),
+    Way("a block by id, again", lambda b: b.offload_again()),
     Way("close", lambda b: b.sequence.close()),
     Way("close, top-k", lambda b: b.sequence.close(), TOP_K),
 ]
@@ -270,6 +285,7 @@ async def test_any_refusal_of_the_device(
     way: Way, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hsswap.sequence_state.QUIET_PAUSE_S", 0)
+    monkeypatch.setattr("hsswap.seed_state.QUIET_PAUSE_S", 0)
     for at in range(MOST_CALLS):
         refusal = Refusal(at, more)
         try:
