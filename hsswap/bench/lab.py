@@ -19,7 +19,7 @@ import numpy as np
 from hsswap import HighSpeedSwap, Sequence
 from hsswap.bench.common import MIN_SLICES, Interval
 from hsswap.bf16 import from_float32
-from hsswap.driver.base import Device, Stream
+from hsswap.driver.base import AttendAgain, Device, Stream
 from hsswap.driver.cuda_errors import load_driver
 from hsswap.driver.operations import AttendWork, GatherWork
 from hsswap.errors import DeviceError
@@ -155,6 +155,10 @@ class Muted:
         """See Device."""
         self._do("attend", stream, work)
 
+    def attend_again(self, stream: Stream, work: AttendWork) -> AttendAgain | None:
+        """None: a call made again would not come by here."""
+        return None
+
     def gather(self, stream: Stream, work: GatherWork) -> None:
         """See Device."""
         self._do("gather", stream, work)
@@ -170,6 +174,9 @@ def muted(swap: HighSpeedSwap, *names: str) -> Iterator[Muted]:
     """The swap's device without some operations, for the time of the block."""
     device = swap.device
     quiet = Muted(device, names)
+    for sequence in swap._sequences.values():  # what they would make again goes to the device
+        for cache in sequence._layers:
+            cache.repeated = None
     swap.device = quiet  # type: ignore[assignment]
     try:
         yield quiet

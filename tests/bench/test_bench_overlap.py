@@ -63,6 +63,26 @@ async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
             assert not (out == 0x7FC0).any()
 
 
+async def test_calls_that_are_made_again_are_muted_too() -> None:
+    dims = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=16)
+    config = SwapConfig(dims, 512, device_slots=65, host_slots=64, tile_tokens=256, io="memory")
+    with Lab.on("host") as lab:
+        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
+            await fill(lab, swap, sequence, 100)
+            queries, out = lab.normal((1, 2, 16)), lab.normal((1, 2, 16))
+            for _ in range(3):
+                await (await sequence.attend(0, queries, out)).done()
+            wanted = out.copy()
+            out[...] = 0
+            with muted(swap, "attend") as device:
+                for _ in range(3):
+                    await (await sequence.attend(0, queries, out)).done()
+            assert not out.any()
+            assert device.last["attend"].queries.shape == (1, 1, 2, 16)
+            await (await sequence.attend(0, queries, out)).done()
+            assert (out == wanted).all()
+
+
 def test_turns_alternate_and_warm_up() -> None:
     order: list[str] = []
 
