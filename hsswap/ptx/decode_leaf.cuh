@@ -1,6 +1,6 @@
 // A leaf by LEAF_WARPS warps of attend_decode: each takes some of its units, then some of its dims.
 //
-// Constants: attention.cu.
+// K of a unit, then its V, lie in the stage of the unit: STAGES is UNITS. Constants: attention.cu.
 #pragma once
 
 #define OWN_UNITS (UNITS / LEAF_WARPS)
@@ -53,11 +53,10 @@ __device__ __forceinline__ void leaf_values(float (&o)[VALUE_DIMS / 16][4], floa
     const uint4 w = weights[u * 32];
     sum[0] = __fadd_rn(sum[0], __uint_as_float(w.z));
     sum[1] = __fadd_rn(sum[1], __uint_as_float(w.w));
-    const int stage = STAGES == UNITS ? u : UNITS + u;
-    wait(barriers + stage * 8, STAGES == UNITS ? 1 : 0);
+    wait(barriers + u * 8, 1);
     const bool low = seen >> (2 * u) & 1, high = seen >> (2 * u + 1) & 1;
-    if (VALUE_DIMS == 64) values_64<MASKED>(o, ring + stage * PIECE, w.x, w.y, low, high, g, c);
-    else values_32<MASKED>(o, ring + stage * PIECE, w.x, w.y, low, high, g, c);
+    if (VALUE_DIMS == 64) values_64<MASKED>(o, ring + u * PIECE, w.x, w.y, low, high, g, c);
+    else values_32<MASKED>(o, ring + u * PIECE, w.x, w.y, low, high, g, c);
   }
 }
 
@@ -65,9 +64,8 @@ __device__ __forceinline__ void leaf_values(float (&o)[VALUE_DIMS / 16][4], floa
 __device__ __forceinline__ void keep_values(const Entry& e, bool mine, u32 ring, u32 barriers, int lane) {
 #if FETCH
   if (mine && e.to) {
-    const int stage = STAGES == UNITS ? lane : UNITS + lane;
-    wait(barriers + stage * 8, STAGES == UNITS ? 1 : 0);
-    keep_piece(e, 1, ring + stage * PIECE);
+    wait(barriers + lane * 8, 1);
+    keep_piece(e, 1, ring + lane * PIECE);
     wait_stored();
   }
 #endif
@@ -106,7 +104,6 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   const Entry now = entry_of(p, list_of(p), leaves, 0, lane);
   if (lane == 0) {  // while the numbers are on their way
     init_barriers(barriers + first_unit * 8, OWN_UNITS);
-    if (STAGES > UNITS) init_barriers(barriers + (UNITS + first_unit) * 8, OWN_UNITS);
   }
   __syncwarp();
   const Sight see = sight_of(p, length, 0);
@@ -118,8 +115,6 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
-  // Behind all K of this block: they are needed first.
-  if (STAGES > UNITS && leaves.count && mine) copy_piece(now, ring + (UNITS + lane) * PIECE, 1, barriers + (UNITS + lane) * 8, see, policy);
 #if FETCH
   fetch_beside(p);
 #endif
@@ -139,12 +134,10 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   }
 #if FETCH
   if (mine) keep_piece(now, 0, ring + lane * PIECE);
-  if (STAGES == UNITS) wait_stored();
+  wait_stored();
 #endif
-  if (STAGES == UNITS) {
-    __syncwarp();
-    if (mine) copy_piece(now, ring + lane * PIECE, 1, barriers + lane * 8, see, policy);
-  }
+  __syncwarp();
+  if (mine) copy_piece(now, ring + lane * PIECE, 1, barriers + lane * 8, see, policy);
   const u32 seen = seen_tokens(now, see, g, lane);
 #pragma unroll
   for (int u = 0; u < OWN_UNITS; u++) {
