@@ -130,6 +130,31 @@ class ScoreCodesWork:
     uncorrected: Tensor
 
 
+FIELD_EXPONENT = 16
+"""Added to the exponent of a field, so that it is no negative number."""
+
+
+def fields_of(codec: HeadCodec) -> NDArray[np.uint32]:
+    """The fields of every byte of a token's string, ``[2 n, 8]``, 0 where a byte has fewer.
+
+    A field is a run of bits of one byte that are neighbours in one dim: bits 0 to 7 its mask in the
+    byte, 8 to 15 the dim, from 16 on :data:`FIELD_EXPONENT` + e, where the masked byte counts 2^e
+    levels of the dim. A byte times its weights is then a product a field, not a bit.
+    """
+    dims, places = codec.dim_of.astype(np.int64), codec.bit_of.astype(np.int64)
+    bit = np.arange(len(dims))
+    begins = bit % 8 == 0
+    begins[1:] |= (np.diff(dims) != 0) | (np.diff(places) != 1)
+    first = np.flatnonzero(begins)
+    number = np.cumsum(begins) - 1  # the field of each bit
+    masks = np.bincount(number, 1 << bit % 8).astype(np.int64)
+    exponent = places[first] - first % 8 + FIELD_EXPONENT
+    before = number[bit // 8 * 8][first]  # the first field of the same byte
+    fields = np.zeros((len(dims) // 8, 8), np.uint32)
+    fields[first // 8, np.arange(len(first)) - before] = masks | dims[first] << 8 | exponent << 16
+    return fields
+
+
 def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
     """The codecs of a layer as one run of bytes, for a device without NumPy.
 
@@ -137,7 +162,7 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
 
         encode f32 [H, dk, M] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
         bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in it u8 [H, 16 P] |
-        planes i32 [H] | planes of the heads before i32 [H]
+        fields u32 [H, 2 P, 8] (:func:`fields_of`) | planes i32 [H] | planes of the heads before i32 [H]
     """
     most = max(len(codec.bits) for codec in codecs)
     planes = max(codec.planes for codec in codecs)
@@ -151,6 +176,7 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
         np.zeros((heads, most), np.uint8),
         np.zeros((heads, 16 * planes), np.uint8),
         np.zeros((heads, 16 * planes), np.uint8),
+        np.zeros((heads, 2 * planes, 8), np.uint32),
     ]
     for head, codec in enumerate(codecs):
         m, bits = len(codec.bits), len(codec.dim_of)
@@ -161,6 +187,7 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
         parts[4][head, :m] = codec.bits
         parts[5][head, :bits] = codec.dim_of
         parts[6][head, :bits] = codec.bit_of
+        parts[7][head, : bits // 8] = fields_of(codec)
     counts = np.array([codec.planes for codec in codecs], np.int32)
     parts += [counts, (np.cumsum(counts) - counts).astype(np.int32)]
     raw = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)

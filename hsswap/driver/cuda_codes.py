@@ -10,7 +10,13 @@ from hsswap.codec import PLANE_BITS
 from hsswap.driver.base import Stream
 from hsswap.driver.codes_operations import EncodeCodesWork, LayerCodes, ScoreCodesWork
 from hsswap.driver.cuda_operations import WARP, chunk_of, contiguous_address, row_items
-from hsswap.driver.cuda_seam import Grid, Launcher, key_scales_at, unit_constants
+from hsswap.driver.cuda_seam import (
+    Grid,
+    Launcher,
+    format_constants,
+    key_scales_at,
+    unit_constants,
+)
 from hsswap.driver.cuda_top_k import COUNTER_BYTES
 from hsswap.driver.operations import I32
 from hsswap.driver.tensor import Tensor
@@ -19,12 +25,15 @@ from hsswap.errors import ArgumentError
 ENCODE_THREADS = 128
 ENCODE_TILE = 16  # tokens
 ENCODE_BLOCKS_AN_SM = 4
-THREADS = 256  # of the kernels of score
+THREADS = 256  # of codes_mass and codes_rank
+EXACT_THREADS = 128
 QUERIES = 4  # of a thread block of codes_mass
 MASS_BLOCKS_AN_SM = 2
+MOST_SPAN = 512  # blocks that a thread block of codes_mass takes at a time
 TOGETHER = 8  # blocks that a warp of codes_mass takes at a time
-ROW_TOKENS = 16  # of an mma
-WEIGHT_DIMS = 32  # code dims of a thread block of codes_prepare
+ROW_TOKENS = 16  # of two mma
+ROUND_PLANES, ROUND_BYTES = 8, 2176  # planes multiplied at a time; their weights in shared memory
+RING_BYTES = 3 * 64 * THREADS  # codes on their way in codes_mass
 ALIGNMENT = 256
 
 
@@ -94,43 +103,38 @@ class _Workspace:
 
 
 def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
-    """Three kernels: what the query needs, the blocks' masses, their scores."""
+    """Three kernels: exact logits of what is resident, beside it the blocks' masses; scores."""
     codes, group = work.codes, work.codes.group
-    heads, queries = group.kv_heads, group.q_heads
+    queries = group.q_heads
     blocks = work.code_index.shape[0]
     if not blocks:
         return
-    most = MASS_BLOCKS_AN_SM * device.sm_count
-    query_groups = -(-group.group_size // QUERIES)
-    in_turn = THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
-    grid = Grid(
-        min(-(-blocks // in_turn), max(1, most // (heads * query_groups))),
-        heads,
-        query_groups,
-    )
-    columns = work.resident.pinned.shape[0] + 1
-    planes = max((codec.planes for codec in codes.codecs), default=0)
+    span, grid = _spans(device, codes, blocks)
+    pinned_count = work.resident.pinned.shape[0]
     space = _Workspace(
         device,
         stream,
         {
-            "weights": queries * PLANE_BITS * planes,
-            "constant": queries,
-            "exact": queries * columns,
+            "exact": queries * (pinned_count + 1),
             "mass": queries * blocks,
             "partial": 4 * queries * grid.x,
-            "rows": 2 * blocks,
         },
     )
-    pinned = _list(device, stream, "pinned blocks", work.resident.pinned)
-    _prepare(device, stream, work, space, pinned)
-    _mass(device, stream, work, space, pinned, grid)
+    # Before the first of the launches, which follow each other with nothing between.
+    lists = {
+        "pinned": _list(device, stream, "pinned blocks", work.resident.pinned),
+        "code_index": _list(device, stream, "code index", work.code_index),
+        "pages": _pages(device, stream, codes),
+    }
+    _exact(device, stream, work, space, lists["pinned"])
+    _mass(device, stream, work, space, lists, span, grid)
     params = struct.pack(
-        "<6Q3q4i",
+        "<7Q3q4i",
         space["mass"],
         work.memory.correction.address,
         space["partial"],
         space["exact"],
+        lists["pinned"],
         work.scores.address,
         work.uncorrected.address,
         row_items(work.memory.correction, 4, "memory.correction"),
@@ -139,11 +143,21 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         blocks,
         group.group_size,
         grid.x,
-        columns,
+        pinned_count,
     )
-    grid = Grid(min(-(-blocks // THREADS), most), heads)
+    grid = Grid(-(-blocks // THREADS), group.kv_heads)
     shared_bytes = 8 * group.group_size
-    device.launch(stream, "codes_rank", {}, grid, Grid(THREADS), shared_bytes, params)
+    device.launch(stream, "codes_rank", {}, grid, Grid(THREADS), shared_bytes, params, follows=True)
+
+
+def _spans(device: Launcher, codes: LayerCodes, blocks: int) -> tuple[int, Grid]:
+    """Blocks that a thread block of codes_mass takes at a time, and its grid."""
+    heads = codes.group.kv_heads
+    query_groups = -(-codes.group.group_size // QUERIES)
+    most = max(1, MASS_BLOCKS_AN_SM * device.sm_count // (heads * query_groups))
+    turn = THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
+    span = min(MOST_SPAN, turn * -(-blocks // (turn * most)))
+    return span, Grid(min(-(-blocks // span), most), heads, query_groups)
 
 
 def _mass(
@@ -151,22 +165,26 @@ def _mass(
     stream: Stream,
     work: ScoreCodesWork,
     space: _Workspace,
-    pinned: int,
+    lists: dict[str, int],
+    span: int,
     grid: Grid,
 ) -> None:
     codes, last = work.codes, work.last
     planes = max((codec.planes for codec in codes.codecs), default=0)
+    dims = max((len(codec.bits) for codec in codes.codecs), default=0)
     params = struct.pack(
-        "<24s11Q3q6i",
+        "<24sQqq9Q4q8i",
         _tables(codes),
-        *(space[name] for name in ("rows", "weights", "constant", "exact")),
-        pinned,
+        work.queries.address,
+        *work.queries.strides,
+        *(lists[name] for name in ("pages", "code_index", "pinned")),
         0 if last is None else last.chosen.address,
         0 if last is None else last.lse.address,
         work.memory.predicted.address,
         work.memory.correction.address,
         space["mass"],
         space["partial"],
+        codes.row_bytes,
         row_items(work.memory.predicted, 4, "memory.predicted"),
         0 if last is None else row_items(last.chosen, 4, "last.chosen"),
         0 if last is None else row_items(last.lse, 4, "last.lse"),
@@ -176,18 +194,23 @@ def _mass(
         work.resident.pinned.shape[0],
         0 if last is None else last.chosen.shape[1],
         int(work.first),
+        work.memory.predicted.shape[1],
+        span,
     )
-    tiled = is_tiled(codes.block_size)
-    # Four floats a bit; and two registers of B a lane for each step of two bits.
-    shared_bytes = PLANE_BITS * planes * 16 + (-(-planes // 8) * 8 * WARP * 8 if tiled else 0)
+    shared_bytes = 4 * QUERIES * (dims + 1)  # a float a query and dim, and:
+    if is_tiled(codes.block_size):  # weights, and four bytes a field of a byte
+        shared_bytes += RING_BYTES + ROUND_BYTES * -(-planes // ROUND_PLANES) + 2 * planes * 8 * 4
+    else:  # four floats a bit
+        shared_bytes += PLANE_BITS * planes * 16
     if shared_bytes > device.shared_bytes_limit:
         raise ArgumentError(f"codes of {planes} planes need {shared_bytes} bytes of shared memory")
-    kernel = "codes_mass" if tiled else "codes_mass_any"
-    device.launch(stream, kernel, {}, grid, Grid(THREADS), shared_bytes, params)
+    kernel = "codes_mass" if is_tiled(codes.block_size) else "codes_mass_any"
+    kind = format_constants(codes.group.dtype)
+    device.launch(stream, kernel, kind, grid, Grid(THREADS), shared_bytes, params, follows=True)
 
 
 def is_tiled(block_size: int) -> bool:
-    """Whether a block's tokens are whole rows of an mma."""
+    """Whether a block's tokens are whole rows of two mma."""
     return block_size % ROW_TOKENS == 0
 
 
@@ -196,54 +219,37 @@ def _list(device: Launcher, stream: Stream, name: str, given: I32 | Tensor) -> i
     return given.address if isinstance(given, Tensor) else device.keep(stream, name, given)
 
 
-def _prepare(
+def _exact(
     device: Launcher, stream: Stream, work: ScoreCodesWork, space: _Workspace, pinned: int
 ) -> None:
-    codes, group, resident, last = work.codes, work.codes.group, work.resident, work.last
-    cache, memory = resident.cache, work.memory
-    blocks = work.code_index.shape[0]
-    dims = max((len(codec.bits) for codec in codes.codecs), default=-1)
-    slices = -(-(dims + 1) // WEIGHT_DIMS)
+    group, resident = work.codes.group, work.resident
+    cache = resident.cache
     params = struct.pack(
-        "<Qqq24sQqq14Q6q10iff",
+        "<QqqQqq5Qqq6iff",
         work.queries.address,
         *work.queries.strides,
-        _tables(codes),
         resident.units.memory.address,
         resident.units.unit_bytes,
-        key_scales_at(group, codes.block_size),
+        key_scales_at(group, work.codes.block_size),
         0 if cache is None else cache.owner.address,
         0 if cache is None else cache.slots.address,
         pinned,
         device.upload(stream, resident.active, direct=True),
-        memory.predicted.address,
-        memory.correction.address,
-        0 if last is None else last.chosen.address,
-        0 if last is None else last.lse.address,
-        *(space[name] for name in ("weights", "constant", "exact", "rows")),
-        _pages(device, stream, codes),
-        _list(device, stream, "code index", work.code_index),
+        space["exact"],
         0 if cache is None else row_items(cache.owner, 4, "resident.cache.owner"),
         0 if cache is None else row_items(cache.slots, 4, "resident.cache.slots"),
-        row_items(memory.correction, 4, "memory.correction"),
-        0 if last is None else row_items(last.chosen, 4, "last.chosen"),
-        0 if last is None else row_items(last.lse, 4, "last.lse"),
-        codes.row_bytes,
         group.group_size,
-        codes.block_size,
+        group.head_dim,
+        work.codes.block_size,
         0 if cache is None else cache.slots.shape[1],
         resident.pinned.shape[0],
         resident.active_tokens,
-        0 if last is None else last.chosen.shape[1],
-        blocks,
-        memory.predicted.shape[1],
-        int(work.first),
-        slices,
         group.logit_scale,
         group.soft_cap or 0.0,
     )
-    jobs = resident.pinned.shape[0] + 2 + group.group_size * slices
-    jobs += -(-blocks // (THREADS * group.kv_heads))
     chunk = chunk_of(resident.units.memory.address, resident.units.unit_bytes)
-    kind, grid = chunk | unit_constants(group), Grid(jobs, group.kv_heads)
-    device.launch(stream, "codes_prepare", kind, grid, Grid(THREADS), 0, params)
+    kind = chunk | unit_constants(group)
+    grid = Grid(resident.pinned.shape[0] + 1, group.kv_heads)
+    shared_bytes = 4 * group.group_size * group.head_dim
+    block = Grid(EXACT_THREADS)
+    device.launch(stream, "codes_exact", kind, grid, block, shared_bytes, params, follows=True)

@@ -4,13 +4,17 @@
 // P planes at most, each part on 16 bytes:
 //   encode f32 [H, dk, M] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
 //   bits u8 [H, M] | dim of each bit u8 [H, 16 P] | its place in the dim u8 [H, 16 P] |
-//   planes i32 [H] | first plane in a row i32 [H]
+//   fields u32 [H, 2 P, 8] | planes i32 [H] | first plane in a row i32 [H]
+// A field: bits of one byte of a token's string that are neighbours in one dim. Its mask in the byte, its dim,
+// and from bit 16 on EXPONENT + e: the byte, masked, counts 2^e levels of the dim; 0: none.
 // A row of codes is heads in order, each planes [n, T] of u16.
 #pragma once
 #include "common.cuh"
 
 constexpr int PAGE_BLOCKS = 256;
 constexpr int PLANE_BITS = 16;
+constexpr int FIELDS = 8; // of a byte
+constexpr int EXPONENT = 16;
 constexpr float TRUST = 0.8f; // as in hsswap.codec
 constexpr float FADE = 0.9f;
 
@@ -34,8 +38,11 @@ struct Tables {
     __device__ __forceinline__ i64 places_at() const {
         return dims_at() + padded(heads * PLANE_BITS * planes);
     }
-    __device__ __forceinline__ i64 counts_at() const {
+    __device__ __forceinline__ i64 fields_at() const {
         return places_at() + padded(heads * PLANE_BITS * planes);
+    }
+    __device__ __forceinline__ i64 counts_at() const {
+        return fields_at() + 4ll * heads * 2 * planes * FIELDS;
     }
     __device__ __forceinline__ const float* bias(int h) const {
         return reinterpret_cast<const float*>(base + bias_at()) + h * most;
@@ -52,6 +59,9 @@ struct Tables {
     }
     __device__ __forceinline__ const u8* bit_of(int h) const {
         return base + places_at() + h * PLANE_BITS * planes;
+    }
+    __device__ __forceinline__ const u32* fields(int h) const {
+        return reinterpret_cast<const u32*>(base + fields_at()) + h * 2 * planes * FIELDS;
     }
     __device__ __forceinline__ int plane_count(int h) const {
         return reinterpret_cast<const int*>(base + counts_at())[h];

@@ -1,277 +1,386 @@
 // codes_mass: logsumexp of each block's logits by its codes, and its mass in this step.
 //
+//   weights[q, k]   = (sum over i of query[q, i] * table[dim_of[k], i]) * 2^bit_of[k] of each bit k of a token's
+//                     string; constant[q] = sum over i of query[q, i] * centre[i]
 //   predicted[q, b] = logsumexp over t of (constant[q] + sum over bits k of weights[q, k] bit(b, t, k)),
 //                     -inf for a block without a code
-//   mass[q, b]      = exact[q, j] where b is pinned block j and that is no NaN; else predicted[q, b];
-//                     without a code lse[q, e] if the last step attended b as entry e
-//   correction[q, b] = FADE times what it was; 0 where the mass is no prediction
-//   partial[q, x]   = (maximum of the masses that thread block x has met, sum of their exponentials, both of
-//                     masses and corrections)
+//   mass[q, b]      = predicted[q, b]; without a code lse[q, e] if the last step attended b as entry e
+//   correction[q, b] = TRUST * (lse[q, e] - what predicted was) if the last step attended b as entry e and that is
+//                     finite, else FADE times what it was; 0 without a code, and past the blocks if `first`
+//   partial[q, x]   = (maximum of the masses that thread block x has met but for pinned blocks, sum of their
+//                     exponentials, both of masses and corrections)
 //
-// Codes as codes.cuh says; weights [Q, 16 P], constant [Q], exact [Q, pinned + 1], rows [B], mass [Q, B],
-// partial [Q, gridDim.x] float32 (four) in the workspace. Grid: (x, H, query groups of QUERIES); a warp CHUNK
-// blocks at a time, whose codes are in flight while the last ones are multiplied, and then a lane a
-// (block, query). Shared memory: 256 bytes a plane of a whole number of rounds, and 256 P of weights.
+// Codes as codes.cuh says; mass [Q, B], partial [Q, gridDim.x] float32 (four) in the workspace; predicted and
+// correction [Q, C]. Grid: (x, H, query groups of QUERIES); a thread block `span` blocks at a time, a warp eight
+// of them at once, whose codes come two turns before they are needed.
 //
-// A block's tokens are the rows of mma.m16n8k16: two planes side by side make 32-bit words of a token,
-// `word & 0x00010001 << k` are two FP16 numbers 2^(k - 24) or 0, and the columns are 4 queries' weights,
-// each as the sum of two FP16 numbers (22 bits). Lane (g, t) of a quad holds the planes 2 t and 2 t + 1 of
-// tokens 2 g and 2 g + 1, so that nothing is read twice; where a head has no more than two pairs of
-// planes, the lanes of a quad share a pair and each takes a part of its bits. T is a multiple of 16;
+// A tile of mma.m16n8k32 takes one token of 8 blocks from each half of 16 tokens: lane (g, t) of a warp holds the
+// words of planes 2 t and 2 t + 1 of tokens i and i + 8 of block g. Two planes side by side make four bytes; a byte
+// `& mask` is a whole number, a field of one dim, and the matrix of queries has its weight as 32-bit fixed-point
+// numbers in four bytes: the columns are 4 queries times 4 bytes in two mma, whose sums are exact. All of a block's
+// logits for query t end in lane (g, t), so that nothing is exchanged. Where a head has no more than two pairs of
+// planes, the lanes of a quad share a pair and each takes a part of its fields. T is a multiple of 16;
 // codes_mass_any.cu is for any other.
-// NumPy reference: hsswap.codec.logits_of and log_mass.
+//
+// Shared memory: 48 KiB of codes on their way, 2,176 bytes for each 8 planes of weights and masks; 64 bytes a plane
+// of fields, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
 #include "codes_mass.cuh"
 
 constexpr int BLOCKS_AN_SM = 2; // 128 registers a thread
-constexpr int STEPS = 8; // of mma for the bits of four pairs of planes
-constexpr int CHUNK = 8; // blocks of a warp at a time
+constexpr int STEPS = 4;        // of two fields a byte
+constexpr int TILE = 8;         // blocks of a warp at a time
+constexpr int ROUND = 4;        // pairs of planes
+constexpr int STAGES = 3;       // of a warp's codes
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+constexpr int MAGIC = 0x4b400000;       // as float 1.5 * 2^23: an integer added to it is added to its value
+constexpr float MAGIC_VALUE = 12582912.0f;
+constexpr int SCALE_BITS = 29; // the largest weight becomes 2^29 .. 2^30
 
-__device__ __forceinline__ u32 half_bits(float value) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-__device__ __forceinline__ float half_value(u32 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(bits)));
-    return value;
-}
-
-// How the lanes of a quad share the pairs of planes from `pair` on: each takes `steps` * 2 bits from
-// `shift` on of one pair.
+// How the lanes of a quad share the pairs of planes from `first` on.
 struct Share {
-    int pair, shift, steps;
-    __device__ __forceinline__ Share(int first, int left, int t) {
-        int ways = left == 1 ? 4 : left == 2 ? 2 : 1;
-        pair = first + t % (4 / ways);
-        shift = 16 / ways * (t / (4 / ways));
-        steps = STEPS / ways;
+    int ways, pair, way;
+    __device__ __forceinline__ Share(int first, int pairs, int t) {
+        int left = pairs - first;
+        ways = left == 1 ? 4 : left == 2 ? 2 : 1;
+        pair = first + t % (ROUND / ways);
+        way = t / (ROUND / ways);
     }
 };
 
-// B fragments of every step, column n = 2 * query + (0: high part, 1: low part), into shared memory.
-// A round has room for STEPS. weights: QUERIES rows of them, in shared memory; scale[g]: what a product
-// is divided by.
-__device__ void make_fragments(const Params& p, int head, int first_query, int count, int planes,
-                              uint2* fragments, float* weights, float* scale) {
+__device__ __forceinline__ int rounds_of(int planes) { return (planes + 2 * ROUND - 1) / (2 * ROUND); }
+
+// What a round of ROUND pairs is multiplied by.
+struct Round {
+    uint4 weights[STEPS][WARP]; // B fragments of both mma
+    uint2 masks[STEPS][4];      // of the lanes of a quad
+};
+
+// Weights in shared memory, and their parts while they are made.
+struct Weights {
+    Round* rounds;
+    u32* fields; // [2 P, FIELDS]
+    float* of_dim;
+    int most; // dims
+    __device__ __forceinline__ Weights(const Params& p, u8* shared) {
+        rounds = reinterpret_cast<Round*>(shared);
+        fields = reinterpret_cast<u32*>(rounds + rounds_of(p.tables.planes));
+        of_dim = reinterpret_cast<float*>(fields + 2 * p.tables.planes * FIELDS);
+        most = p.tables.most;
+    }
+    // Of query g, not yet scaled.
+    __device__ __forceinline__ float of_field(int g, u32 field) const {
+        float power = __uint_as_float((field >> 16) + (127 - EXPONENT) << 23);
+        return of_dim[g * (most + 1) + (field >> 8 & 0xff)] * power;
+    }
+};
+
+// A byte of a weight, 0 the lowest: digits from -128 to 127.
+__device__ __forceinline__ u32 digit(int weight, int which) {
+    int carry = which == 0 ? 0 : static_cast<int>(0x00808080u >> 8 * (3 - which));
+    return static_cast<u32>(weight + carry) >> 8 * which & 0xffu;
+}
+
+// Fields into shared memory; scale[g]: what weights are multiplied by; used: the most steps of any round.
+__device__ void load_fields(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
     int pairs = (planes + 1) / 2;
-    int bits = PLANE_BITS * p.tables.planes; // weights past the head's own planes are 0
-    const float* from = p.weights + static_cast<i64>(head * p.group + first_query) * bits;
-    for (int at = threadIdx.x; at < QUERIES * bits; at += THREADS) {
-        weights[at] = at < count * bits ? from[at] : 0.0f;
-    }
-    __syncthreads();
-    for (int g = threadIdx.x / WARP; g < QUERIES; g += WARPS) {
-        float most = 0;
-        for (int k = lane_index(); k < bits; k += WARP) {
-            most = fmaxf(most, fabsf(weights[g * bits + k]));
-        }
-        for (int step = WARP / 2; step > 0; step /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
-        }
-        if (lane_index() == 0) {
-            // A power of two that brings the largest weight to 2^13 .. 2^14.
-            int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
-            bool usable = most > 0 && exponent > -100 && exponent < 100;
-            scale[g] = usable ? __uint_as_float(static_cast<u32>(127 + 13 - exponent) << 23) : 1.0f;
-        }
-    }
-    __syncthreads();
-    int total = 0;
-    for (int first = 0; first < pairs; first += 4) {
-        int steps = Share(first, pairs - first, 0).steps;
-        for (int at = threadIdx.x; at < steps * WARP; at += THREADS) {
-            int lane = at % WARP;
-            int step = at / WARP;
-            int g = lane / 4 / 2;
-            Share share(first, pairs - first, lane % 4);
-            u32 parts[2];
+    u32 largest[QUERIES] = {};
+    for (int at = threadIdx.x; at < 2 * planes * FIELDS; at += THREADS) {
+        u32 field = p.tables.fields(head)[at];
+        w.fields[at] = field;
+        if (field != 0) {
+            int pair = at / FIELDS / 4;
+            Share share(pair / ROUND * ROUND, pairs, 0);
+            atomicMax(used, at % FIELDS / share.ways / 2 + 1);
 #pragma unroll
-            for (int half = 0; half < 2; half++) { // the two bits of a step
-                u32 pair_of[2];
-#pragma unroll
-                for (int side = 0; side < 2; side++) { // the two planes
-                    int plane = 2 * share.pair + side;
-                    int bit = share.shift + 2 * step + half;
-                    float weight = 0;
-                    if (plane < planes) {
-                        weight = weights[g * bits + plane * PLANE_BITS + bit] * scale[g];
-                        // In its word the bit then counts 2^(place - 24).
-                        u32 place = (2 * step + half) % 8;
-                        weight *= __uint_as_float((127 - place) << 23);
-                    }
-                    u32 high = half_bits(weight);
-                    pair_of[side] = lane / 4 % 2 == 0 ? high : half_bits(weight - half_value(high));
-                }
-                parts[half] = pair_of[0] | pair_of[1] << 16;
+            for (int g = 0; g < QUERIES; g++) {
+                largest[g] = max(largest[g], __float_as_uint(w.of_field(g, field)) & 0x7fffffffu);
             }
-            fragments[(total + step) * WARP + lane] = make_uint2(parts[0], parts[1]);
         }
-        total += STEPS;
+    }
+#pragma unroll
+    for (int g = 0; g < QUERIES; g++) {
+        u32 over_warp = __reduce_max_sync(ALL, largest[g]);
+        if (lane_index() == 0) {
+            atomicMax(reinterpret_cast<u32*>(scale) + g, over_warp);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < QUERIES) {
+        // Weights of less than 2^-90 become 0; one that is no number makes all logits such.
+        int exponent = static_cast<int>(__float_as_uint(scale[threadIdx.x]) >> 23) - 127;
+        float power = __uint_as_float(static_cast<u32>(127 + SCALE_BITS - max(exponent, -90)) << 23);
+        scale[threadIdx.x] = exponent == 128 ? __int_as_float(0x7fc00000) : power;
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-                 "{%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+// B fragments: column n of mma 0 is bytes 3 and 2 of query n / 2, of mma 1 bytes 1 and 0.
+__device__ void make_weights(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
+    int pairs = (planes + 1) / 2;
+    load_fields(p, head, planes, w, scale, used);
+    for (int at = threadIdx.x; at < rounds_of(planes) * STEPS * WARP * 2; at += THREADS) {
+        int mma = at % 2;
+        int lane = at / 2 % WARP;
+        int step = at / 2 / WARP % STEPS;
+        int round = at / 2 / WARP / STEPS;
+        int g = lane / 8;
+        int which = 3 - 2 * mma - lane / 4 % 2;
+        Share share(round * ROUND, pairs, lane % 4);
+        u32 parts[2] = {}, masks[2] = {};
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            int half = k / 4;
+            int byte = k % 4;
+            int number = (2 * step + half) * share.ways + share.way;
+            bool is_there = number < FIELDS && 2 * share.pair + byte / 2 < planes;
+            u32 field = is_there ? w.fields[(4 * share.pair + byte) * FIELDS + number] : 0;
+            int weight = field == 0 ? 0 : __float2int_rn(w.of_field(g, field) * scale[g]);
+            parts[half] |= digit(weight, which) << 8 * byte;
+            masks[half] |= (field & 0xff) << 8 * byte;
+        }
+        uint2* to = reinterpret_cast<uint2*>(&w.rounds[round].weights[step][lane]);
+        to[mma] = make_uint2(parts[0], parts[1]);
+        if (mma == 0 && lane < 4) {
+            w.rounds[round].masks[step][lane] = make_uint2(masks[0], masks[1]);
+        }
+    }
+    __syncthreads();
 }
 
-// Of CHUNK blocks' tiles the planes 2 pair and 2 pair + 1 of a lane's two tokens, as they lie in memory.
-struct Loaded {
-    u32 low[CHUNK], high[CHUNK];
+__device__ __forceinline__ void multiply(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                 "{%8, %9}, {%0, %1, %2, %3};"
+                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Where a warp is: 8 blocks from `tile` on, 16 tokens from `token` on, a round of planes. A head of several rounds
+// has two turns of all of them, each for half of the tokens: registers hold the logits of no more.
+struct Place {
+    int tile, token, turn;
+    __device__ __forceinline__ void advance(int block_size, int rounds) {
+        turn++;
+        if (turn >= (rounds > 1 ? 2 * rounds : 1)) {
+            turn = 0;
+            token += 16;
+            if (token >= block_size) {
+                token = 0;
+                tile += TILE * WARPS;
+            }
+        }
+    }
 };
 
-// Ask for them. codes: of block lane / 4 of the chunk, 0: none; a block without is read as if it were the
-// first one with, and what comes of it is not used.
-__device__ __forceinline__ void load(Loaded& loaded, u64 codes, int pair, int planes, int token,
-                                     int block_size) {
-    u32 coded = __ballot_sync(ALL, codes != 0);
-    if (coded == 0) {
-        return;
-    }
-    codes = __shfl_sync(ALL, codes, codes != 0 ? lane_index() : __ffs(coded) - 1);
-    bool has_low = 2 * pair < planes;
-    bool has_high = 2 * pair + 1 < planes;
-    int offset = 2 * (2 * pair * block_size + token + lane_index() / 4 * 2);
-#pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
-        const u8* tile = reinterpret_cast<const u8*>(__shfl_sync(ALL, codes, 4 * i)) + offset;
-        loaded.low[i] = has_low ? *reinterpret_cast<const u32*>(tile) : 0;
-        loaded.high[i] = has_high ? *reinterpret_cast<const u32*>(tile + 2 * block_size) : 0;
-    }
+// A thread's own codes on their way: 16 tokens of its pair of planes, tokens 0 to 7 and 8 to 15 of the even
+// plane, then of the odd one.
+struct Part {
+    uint4 codes[4][THREADS];
+};
+
+// 16 bytes, or zeros.
+__device__ __forceinline__ void copy_16(uint4* to, const u8* from, bool is_there) {
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    int bytes = is_there ? 16 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
 
-// The products of one round of four pairs of planes. x, y: the words of a lane's two tokens.
-__device__ __forceinline__ void add_round(const u32 (&x)[CHUNK], const u32 (&y)[CHUNK], int steps,
-                                          const uint2* fragments, float (&sums)[CHUNK][4]) {
+// STAGES parts of a head's codes in turns, asked for in the order in which they are needed.
+struct Ring {
+    Part* parts;
+    int planes, stage;
+    Place ahead;
+
+    __device__ __forceinline__ void ask(const Params& p, const Range& range) {
+        int i = ahead.tile + lane_index() / 4;
+        u64 row = i < p.span ? range.rows[i] : 0;
+        int round = ahead.turn % max(1, rounds_of(planes));
+        int plane = 2 * Share(round * ROUND, (planes + 1) / 2, lane_index() % 4).pair;
+        const u8* from = reinterpret_cast<const u8*>(row) + 2 * (plane * p.block_size + ahead.token);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        if (step < steps) {
-            uint2 weights = fragments[step * WARP + lane_index()];
-            u32 low = 0x00010001u << (2 * step % 8);
-            u32 high = low << 1;
+        for (int k = 0; k < 4; k++) {
+            bool is_there = row != 0 && plane + k / 2 < planes;
+            copy_16(&parts[stage].codes[k][threadIdx.x], from + k / 2 * 2 * p.block_size + k % 2 * 16, is_there);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        ahead.advance(p.block_size, rounds_of(planes));
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    __device__ __forceinline__ void begin(const Params& p, const Range& range) {
+        ahead = {static_cast<int>(threadIdx.x) / WARP * TILE, 0, 0};
+        for (int k = 0; k < STAGES - 1; k++) {
+            ask(p, range);
+        }
+    }
+    // The next part; the one taken before it is given up.
+    __device__ __forceinline__ const Part& take(const Params& p, const Range& range) {
+        ask(p, range);
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        return parts[stage]; // the oldest of them
+    }
+};
+
+// Two bytes of the parts of a weighted sum.
+__device__ __forceinline__ float joined(int upper, int lower) {
+    return fmaf(__int_as_float(upper) - MAGIC_VALUE, 256.0f, __int_as_float(lower) - MAGIC_VALUE);
+}
+
+// Weights and masks of a round in registers.
+template <int USED> struct Held {
+    uint4 weights[USED];
+    uint2 masks[USED];
+    __device__ __forceinline__ explicit Held(const Round& round) {
 #pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                u32 a = step < 4 ? x[i] : x[i] >> 8;
-                u32 b = step < 4 ? y[i] : y[i] >> 8;
-                multiply(sums[i], a & low, b & low, a & high, b & high, weights);
-            }
+        for (int step = 0; step < USED; step++) {
+            weights[step] = round.weights[step][lane_index()];
+            masks[step] = round.masks[step][lane_index() % 4];
+        }
+    }
+};
+
+// Adds what a round says to the logits of 4 tokens of each half of a lane's 16, from token 4 * quarter on.
+// unit: what the lowest byte of a weight counts.
+template <int USED>
+__device__ __forceinline__ void add_round(float (&logits)[8], const Part& part, int quarter, const Held<USED>& held,
+                                          float unit) {
+    uint2 codes[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        codes[k] = reinterpret_cast<const uint2*>(&part.codes[k][threadIdx.x])[quarter];
+    }
+#pragma unroll
+    for (int token = 0; token < 4; token++) {
+        u32 pick = token % 2 == 0 ? 0x5410 : 0x7632;
+        u32 x = token < 2 ? __byte_perm(codes[0].x, codes[2].x, pick) : __byte_perm(codes[0].y, codes[2].y, pick);
+        u32 y = token < 2 ? __byte_perm(codes[1].x, codes[3].x, pick) : __byte_perm(codes[1].y, codes[3].y, pick);
+        int upper[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
+        int lower[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
+#pragma unroll
+        for (int step = 0; step < USED; step++) {
+            u32 a0 = x & held.masks[step].x, a1 = y & held.masks[step].x;
+            u32 a2 = x & held.masks[step].y, a3 = y & held.masks[step].y;
+            multiply(upper, a0, a1, a2, a3, held.weights[step].x, held.weights[step].y);
+            multiply(lower, a0, a1, a2, a3, held.weights[step].z, held.weights[step].w);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float of_upper = joined(upper[2 * half], upper[2 * half + 1]);
+            float of_lower = joined(lower[2 * half], lower[2 * half + 1]);
+            float& logit = logits[token + 4 * half];
+            logit = fmaf(of_upper, 65536.0f * unit, fmaf(of_lower, unit, logit));
         }
     }
 }
 
-// Of a value a (block, lane) the maximum or the sum over lanes of equal lane % 4, block lane / 4's, by
-// halves: 7 exchanges for 8 blocks instead of 24.
-template <bool SUM> __device__ __forceinline__ float of_my_block(float (&values)[CHUNK]) {
+__device__ __forceinline__ float power_of_2(float value) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+}
+
+// A logsumexp to the base 2.
+struct Sum2 {
+    float best, total;
+    __device__ __forceinline__ void add(const float (&logits)[8]) {
+        float top = best;
 #pragma unroll
-    for (int half = CHUNK / 2; half > 0; half /= 2) {
-        bool upper = (lane_index() / 4 & half) != 0;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            float mine = upper ? values[i + half] : values[i];
-            float other = upper ? values[i] : values[i + half];
-            other = __shfl_xor_sync(ALL, other, 4 * half);
-            values[i] = SUM ? mine + other : max_nan(mine, other);
+        for (int k = 0; k < 8; k++) {
+            top = fmaxf(top, logits[k]);
         }
+        float more[2] = {};
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            more[k % 2] += power_of_2(logits[k] - top);
+        }
+        total = total * power_of_2(best - top) + (more[0] + more[1]);
+        best = top;
     }
-    return values[0];
+};
+
+// Adds a lane's 16 tokens, of a head with one round.
+template <int USED>
+__device__ __forceinline__ void add_tokens(Sum2& sum, const Part& part, const Round& round, float unit) {
+    Held<USED> held(round);
+#pragma unroll 1
+    for (int quarter = 0; quarter < 2; quarter++) {
+        float logits[8] = {};
+        add_round(logits, part, quarter, held, unit);
+        sum.add(logits);
+    }
+}
+
+// The same of a head with several.
+__device__ __forceinline__ void add_rounds(Sum2& sum, Ring& ring, const Params& p, const Range& range,
+                                           const Round* rounds, float unit) {
+#pragma unroll 1
+    for (int quarter = 0; quarter < 2; quarter++) {
+        float logits[8] = {};
+#pragma unroll 1
+        for (int r = 0; r < rounds_of(ring.planes); r++) {
+            add_round(logits, ring.take(p, range), quarter, Held<STEPS>(rounds[r]), unit);
+        }
+        sum.add(logits);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     codes_mass(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) uint2 fragments[];
+    extern __shared__ __align__(16) u8 shared[];
+    __shared__ Range range;
     __shared__ float scale[QUERIES];
+    __shared__ int used; // steps of a round, 0 before there are weights
+    used = 0;
+    launch_next(); // codes_rank waits for the end of this kernel
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
-    int lane = lane_index();
-    int g = lane % 4; // the lane's query
+    int g = lane_index() % 4; // the lane's query
     int q = g < count ? head * p.group + first_query + g : -1;
-    int stride = gridDim.x * WARPS * CHUNK;
-    int begin = (blockIdx.x * WARPS + threadIdx.x / WARP) * CHUNK;
-    int mine = lane < p.pinned_count ? p.pinned[lane] : -1;
     int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
-    u64 offset = planes == 0 ? 0 : 2ull * p.tables.first_plane(head) * p.block_size;
-    // Where the lane's block of a chunk has this head's codes, 0: nowhere.
-    auto codes_at = [&](int first) {
-        int b = first + lane / 4;
-        u64 row = b < p.blocks ? p.rows[b] : 0;
-        return row == 0 ? 0 : row + offset;
-    };
-    // Codes come a step before they are needed, and where they are another step before.
-    u64 here = codes_at(begin);
-    u64 next = codes_at(begin + stride);
-    Loaded loaded = {};
-    int pairs = (planes + 1) / 2;
-    load(loaded, here, Share(0, pairs, lane % 4).pair, planes, 0, p.block_size);
-    float constant = planes > 0 && q >= 0 ? p.constant[q] : 0.0f;
-    if (planes > 0) {
-        float* weights = reinterpret_cast<float*>(fragments + (pairs + 3) / 4 * STEPS * WARP);
-        make_fragments(p, head, first_query, count, planes, fragments, weights, scale);
-    }
-    float unit = planes > 0 ? 16777216.0f / scale[g] : 0.0f; // 2^24
+    Ring ring{reinterpret_cast<Part*>(shared), planes, 0, {}};
+    Weights w(p, shared + STAGES * sizeof(Part));
     Sums all{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
-    for (; begin < p.blocks; begin += stride) {
-        int b = begin + lane / 4; // the lane's block
-        bool is_mine = b < p.blocks && q >= 0;
-        u64 after = codes_at(begin + 2 * stride);
-        float correction = is_mine ? remembered(p, q, b) : 0.0f;
-        float best = -INFINITE;
-        float total = 0;
-        if (__ballot_sync(ALL, here != 0) == 0) {
-            load(loaded, next, Share(0, pairs, lane % 4).pair, planes, 0, p.block_size);
-        } else {
+    float unit = 0;
+    for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
+        asm volatile("cp.async.wait_all;" ::: "memory"); // what the last span asked for past its end
+        stage(p, head, first, range);
+        ring.begin(p, range);
+        if (planes > 0 && first == blockIdx.x * p.span) { // while the first codes are on their way
+            if (threadIdx.x < QUERIES) {
+                scale[threadIdx.x] = 0;
+            }
+            project(p, head, first_query, count, w.of_dim);
+            make_weights(p, head, planes, w, scale, &used);
+            unit = LOG2_E / scale[g];
+        }
+        int blocks = min(p.span, p.blocks - first);
+        for (int tile = static_cast<int>(threadIdx.x) / WARP * TILE; tile < blocks; tile += TILE * WARPS) {
+            int i = tile + lane_index() / 4; // the lane's block
+            bool is_mine = i < blocks && q >= 0;
+            float correction = is_mine ? remembered(p, q, first + i) : 0.0f;
+            Sum2 sum{-INFINITE, 0.0f};
 #pragma unroll 1
             for (int token = 0; token < p.block_size; token += 16) {
-                float sums[CHUNK][4] = {};
-                const uint2* weights = fragments;
-#pragma unroll 1
-                for (int pair = 0; pair < pairs; pair += 4) {
-                    Share share(pair, pairs - pair, g);
-                    u32 x[CHUNK], y[CHUNK];
-#pragma unroll
-                    for (int i = 0; i < CHUNK; i++) {
-                        x[i] = __byte_perm(loaded.low[i], loaded.high[i], 0x5410) >> share.shift;
-                        y[i] = __byte_perm(loaded.low[i], loaded.high[i], 0x7632) >> share.shift;
-                    }
-                    bool last_pair = pair + 4 >= pairs;
-                    bool last_tile = token + 16 >= p.block_size;
-                    int pair2 = last_pair ? 0 : pair + 4;
-                    load(loaded, last_pair && last_tile ? next : here,
-                         Share(pair2, pairs - pair2, g).pair, planes,
-                         !last_pair ? token : last_tile ? 0 : token + 16, p.block_size);
-                    add_round(x, y, share.steps, weights, sums);
-                    weights += STEPS * WARP;
+                if (planes > 2 * ROUND) {
+                    add_rounds(sum, ring, p, range, w.rounds, unit);
+                    continue;
                 }
-                float values[CHUNK];
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    // Columns 2 g and 2 g + 1 are the parts of query g; rows lane / 4 and that + 8.
-                    sums[i][0] = (sums[i][0] + sums[i][1]) * unit;
-                    sums[i][2] = (sums[i][2] + sums[i][3]) * unit;
-                    values[i] = max_nan(sums[i][0], sums[i][2]);
+                const Part& part = ring.take(p, range);
+                if (used == 4) {
+                    add_tokens<4>(sum, part, w.rounds[0], unit);
+                } else if (used == 3) {
+                    add_tokens<3>(sum, part, w.rounds[0], unit);
+                } else if (used == 2) {
+                    add_tokens<2>(sum, part, w.rounds[0], unit);
+                } else if (used == 1) {
+                    add_tokens<1>(sum, part, w.rounds[0], unit);
                 }
-                float top = of_my_block<false>(values);
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    float of_block = __shfl_sync(ALL, top, 4 * i + g);
-                    values[i] = __expf(sums[i][0] - of_block) + __expf(sums[i][2] - of_block);
-                }
-                float more = of_my_block<true>(values);
-                float both = max_nan(best, top);
-                total = total * __expf(best - both) + more * __expf(top - both);
-                best = both;
+            }
+            if (is_mine) {
+                float constant = planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
+                float value = fmaf(sum.best + __log2f(sum.total), LN_2, constant);
+                settle(p, q, range, i, value, correction, all);
             }
         }
-        bool near = p.pinned_count > WARP || __any_sync(ALL, mine >= begin && mine < begin + CHUNK);
-        if (is_mine) {
-            settle(p, head, q, b, here != 0, best + __logf(total) + constant, correction, near, all);
-        }
-        here = next;
-        next = after;
     }
     // The lanes of a query together.
     for (int step = 4; step < WARP; step *= 2) {
@@ -283,4 +392,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
         all.merge(other);
     }
     finish(p, q, all);
+    forget_the_rest(p, head, first_query, count);
+    wait_for_last(); // codes_exact has ended before this one ends
 }

@@ -4,10 +4,10 @@
 
 struct Params {
     Tables tables;
-    const u64* rows; // [B], where a block's codes are, 0: it has none
-    const float* weights;
-    const float* constant;
-    const float* exact;
+    const u8* queries;
+    i64 query_stride, element_stride; // bytes
+    const u64* pages;
+    const int* code_index; // [B]
     const int* pinned;
     const int* chosen; // [H, entries], null: nothing was attended
     const float* lse;
@@ -15,13 +15,16 @@ struct Params {
     float* correction;
     float* mass;
     float4* partial;
-    i64 memory_stride, chosen_stride, lse_stride;
-    int blocks, group, block_size, pinned_count, entries, first;
+    i64 row_bytes, memory_stride, chosen_stride, lse_stride;
+    int blocks, group, block_size, pinned_count, entries, first, remembered;
+    int span; // blocks that a thread block takes at a time, SPAN at most
 };
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int QUERIES = 4;
+constexpr int MOST_DIM = 256;
+constexpr int SPAN = 512;
 
 struct Sum {
     float best, total;
@@ -50,36 +53,75 @@ struct Sums {
     }
 };
 
+// The blocks of a thread block: where their codes of its head are (0: nowhere), as which entry the last
+// step attended them (-1: not), and whether they are pinned.
+struct Range {
+    u64 rows[SPAN];
+    short entries[SPAN];
+    u32 pins[SPAN / 32];
+    int first;
+};
+
+__device__ __forceinline__ void stage(const Params& p, int head, int first, Range& range) {
+    __syncthreads(); // the last range was read by all
+    bool is_coded = p.tables.base != nullptr;
+    u64 offset = is_coded ? 2ull * p.tables.first_plane(head) * p.block_size : 0;
+    for (int i = threadIdx.x; i < p.span; i += THREADS) {
+        int index = is_coded && first + i < p.blocks ? p.code_index[first + i] : -1;
+        range.rows[i] =
+            index < 0 ? 0 : reinterpret_cast<u64>(codes_of(p.pages, p.row_bytes, index, 0, 0)) + offset;
+        range.entries[i] = -1;
+    }
+    if (threadIdx.x < SPAN / 32) {
+        range.pins[threadIdx.x] = 0;
+    }
+    range.first = first;
+    __syncthreads();
+    for (int entry = threadIdx.x; p.chosen != nullptr && entry < p.entries; entry += THREADS) {
+        u32 i = static_cast<u32>(p.chosen[head * p.chosen_stride + entry] - first);
+        if (i < static_cast<u32>(p.span)) {
+            range.entries[i] = static_cast<short>(entry);
+        }
+    }
+    for (int j = threadIdx.x; j < p.pinned_count; j += THREADS) {
+        u32 i = static_cast<u32>(p.pinned[j] - first);
+        if (i < static_cast<u32>(p.span)) {
+            atomicOr(&range.pins[i / 32], 1u << i % 32);
+        }
+    }
+    __syncthreads();
+}
+
 __device__ __forceinline__ float remembered(const Params& p, int q, int b) {
     return p.first ? 0.0f : p.correction[q * p.memory_stride + b];
 }
 
-// What block b is worth to query q = head * group + g in this step, and what is remembered of it.
-// value: what its codes say; near: it may be pinned; correction: of the step before.
-__device__ __forceinline__ void settle(const Params& p, int head, int q, int b, bool coded, float value,
-                                       float correction, bool near, Sums& sums) {
+// What block i of the range is worth to query q = head * group + g in this step, and what is remembered
+// of it. value: what its codes say; correction: of the step before. Pinned blocks count in codes_rank.
+__device__ __forceinline__ void settle(const Params& p, int q, const Range& range, int i, float value,
+                                       float correction, Sums& sums) {
+    bool coded = range.rows[i] != 0;
+    int entry = range.entries[i];
+    int b = range.first + i;
+    float* predicted = p.predicted + q * p.memory_stride + b;
     float now = coded ? value : -INFINITE;
-    p.predicted[q * p.memory_stride + b] = now;
     correction = coded ? FADE * correction : 0.0f;
-    if (!coded && p.chosen != nullptr) {
-        for (int entry = 0; entry < p.entries; entry++) {
-            if (p.chosen[head * p.chosen_stride + entry] == b) {
-                now = p.lse[q * p.lse_stride + entry];
-            }
+    if (entry >= 0) {
+        float seen = p.lse[q * p.lse_stride + entry];
+        if (!coded) {
+            now = seen == seen ? seen : now;
+        } else if (!p.first) {
+            float shown = TRUST * (seen - *predicted);
+            correction = isfinite(shown) ? shown : correction;
         }
     }
-    for (int j = 0; near && j < p.pinned_count; j++) {
-        if (p.pinned[j] == b) {
-            float exact = p.exact[q * (p.pinned_count + 1) + j];
-            bool held = exact == exact;
-            now = held ? exact : now;
-            correction = held ? 0.0f : correction;
-        }
-    }
+    *predicted = coded ? value : -INFINITE;
     p.correction[q * p.memory_stride + b] = correction;
     p.mass[static_cast<i64>(q) * p.blocks + b] = now;
-    sums.plain.add(now);
-    sums.corrected.add(now + correction);
+    if ((range.pins[i / 32] >> i % 32 & 1u) == 0) {
+        sums.plain.add(now);
+        sums.corrected.add(now + correction);
+    }
 }
 
 // The sums of all warps' leaders to partial; q is -1 in lanes without a query.
@@ -100,4 +142,77 @@ __device__ __forceinline__ void finish(const Params& p, int q, Sums own) {
     }
     p.partial[q * gridDim.x + blockIdx.x] =
         make_float4(all.plain.best, all.plain.total, all.corrected.best, all.corrected.total);
+}
+
+// What is remembered past the blocks begins with the first step, too.
+__device__ __forceinline__ void forget_the_rest(const Params& p, int head, int first_query, int count) {
+    int rest = p.first ? p.remembered - p.blocks : 0;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < rest; i += gridDim.x * THREADS) {
+        for (int g = 0; g < count; g++) {
+            p.correction[(head * p.group + first_query + g) * p.memory_stride + p.blocks + i] = 0;
+        }
+    }
+}
+
+// of_dim[g][d] = sum over i of query[g][i] * query_table[d][i]; of_dim[g][most] the same with the centre.
+// 0 for queries past `count`. A row of the table a warp; ROWS of them are on their way at a time.
+__device__ __forceinline__ void project(const Params& p, int head, int first_query, int count, float* of_dim) {
+    constexpr int ROWS = 4;
+    __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
+    const Tables& tables = p.tables;
+    for (int at = threadIdx.x; at < QUERIES * tables.dim; at += THREADS) {
+        int g = at / tables.dim;
+        int i = at % tables.dim;
+        const u8* row = p.queries + (head * p.group + first_query + g) * p.query_stride;
+        queries[g][i] =
+            g < count ? half_to_float(*reinterpret_cast<const u16*>(row + i * p.element_stride)) : 0.0f;
+    }
+    __syncthreads();
+    int lane = lane_index();
+    for (int base = threadIdx.x / WARP; base <= tables.most; base += ROWS * WARPS) {
+        float sums[ROWS][QUERIES] = {};
+        for (int i = 4 * lane; i < tables.dim; i += 4 * WARP) {
+            float4 row[ROWS];
+#pragma unroll
+            for (int k = 0; k < ROWS; k++) {
+                int d = base + k * WARPS;
+                const float* from = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
+                row[k] = *reinterpret_cast<const float4*>(from + i);
+            }
+#pragma unroll
+            for (int g = 0; g < QUERIES; g++) {
+                float4 query = *reinterpret_cast<const float4*>(&queries[g][i]);
+#pragma unroll
+                for (int k = 0; k < ROWS; k++) {
+                    sums[k][g] = fmaf(query.x, row[k].x, sums[k][g]);
+                    sums[k][g] = fmaf(query.y, row[k].y, sums[k][g]);
+                    sums[k][g] = fmaf(query.z, row[k].z, sums[k][g]);
+                    sums[k][g] = fmaf(query.w, row[k].w, sums[k][g]);
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            // Over the lanes, a query an eighth of them at the end.
+            bool upper = (lane & 16) != 0;
+#pragma unroll
+            for (int g = 0; g < 2; g++) {
+                float mine = upper ? sums[k][g + 2] : sums[k][g];
+                float other = upper ? sums[k][g] : sums[k][g + 2];
+                sums[k][g] = mine + __shfl_xor_sync(ALL, other, 16);
+            }
+            bool odd = (lane & 8) != 0;
+            float sum = odd ? sums[k][1] : sums[k][0];
+            sum += __shfl_xor_sync(ALL, odd ? sums[k][0] : sums[k][1], 8);
+#pragma unroll
+            for (int step = 4; step > 0; step /= 2) {
+                sum += __shfl_xor_sync(ALL, sum, step);
+            }
+            int d = base + k * WARPS;
+            if (lane % 8 == 0 && d <= tables.most) {
+                of_dim[lane / 8 * (tables.most + 1) + d] = sum;
+            }
+        }
+    }
+    __syncthreads();
 }

@@ -1,79 +1,86 @@
 // codes_mass_any: codes_mass.cu for blocks of any number of tokens, a lane a token, without tensor cores.
 //
 // Grid: (x, H, query groups of QUERIES); a warp a block. Shared memory: a head's weights, a query a component,
-// 256 P bytes. NumPy reference: hsswap.codec.logits_of and log_mass.
+// 256 bytes a plane, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
 #include "codes_mass.cuh"
 
-constexpr int BLOCKS_AN_SM = 4; // 64 registers a thread
+constexpr int BLOCKS_AN_SM = 2; // 128 registers a thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     codes_mass_any(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) float4 weights[]; // [16 P], a query a component
+    __shared__ Range range;
+    launch_next(); // codes_rank waits for the end of this kernel
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
     int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
-    int bits = PLANE_BITS * p.tables.planes;
-    for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
-        const float* row = p.weights + static_cast<i64>(head * p.group + first_query) * bits + k;
-        weights[k] = make_float4(row[0], count > 1 ? row[bits] : 0, count > 2 ? row[2 * bits] : 0,
-                                 count > 3 ? row[3 * bits] : 0);
+    float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
+    int row = p.tables.most + 1;
+    if (planes > 0) {
+        project(p, head, first_query, count, of_dim);
     }
-    __syncthreads();
+    for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
+        const float* from = of_dim + p.tables.dim_of(head)[k];
+        float power = static_cast<float>(1 << p.tables.bit_of(head)[k]);
+        weights[k] = make_float4(from[0] * power, from[row] * power, from[2 * row] * power, from[3 * row] * power);
+    }
     int lane = lane_index();
-    int first_plane = planes > 0 ? p.tables.first_plane(head) : 0;
     int q = lane < count ? head * p.group + first_query + lane : -1;
     Sums sums{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
-    int stride = gridDim.x * WARPS;
-    for (int b = blockIdx.x * WARPS + threadIdx.x / WARP; b < p.blocks; b += stride) {
-        const u16* codes = reinterpret_cast<const u16*>(p.rows[b]);
-        bool coded = codes != nullptr;
-        float mine = -INFINITE;
-        if (coded) {
-            codes += first_plane * p.block_size;
-            Sum own[QUERIES];
+    for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
+        stage(p, head, first, range);
+        int blocks = min(p.span, p.blocks - first);
+        for (int i = threadIdx.x / WARP; i < blocks; i += WARPS) {
+            const u16* codes = reinterpret_cast<const u16*>(range.rows[i]);
+            float mine = -INFINITE;
+            if (codes != nullptr) {
+                Sum own[QUERIES];
 #pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                own[g] = Sum{-INFINITE, 0.0f};
-            }
-            for (int t = lane; t < p.block_size; t += WARP) {
-                float logits[QUERIES] = {};
-                for (int plane = 0; plane < planes; plane++) {
-                    u32 word = codes[plane * p.block_size + t];
+                for (int g = 0; g < QUERIES; g++) {
+                    own[g] = Sum{-INFINITE, 0.0f};
+                }
+                for (int t = lane; t < p.block_size; t += WARP) {
+                    float logits[QUERIES] = {};
+                    for (int plane = 0; plane < planes; plane++) {
+                        u32 word = codes[plane * p.block_size + t];
 #pragma unroll
-                    for (int k = 0; k < PLANE_BITS; k++) {
-                        float bit = static_cast<float>(word >> k & 1u);
-                        float4 four = weights[plane * PLANE_BITS + k];
-                        logits[0] = fmaf(bit, four.x, logits[0]);
-                        logits[1] = fmaf(bit, four.y, logits[1]);
-                        logits[2] = fmaf(bit, four.z, logits[2]);
-                        logits[3] = fmaf(bit, four.w, logits[3]);
+                        for (int k = 0; k < PLANE_BITS; k++) {
+                            float bit = static_cast<float>(word >> k & 1u);
+                            float4 four = weights[plane * PLANE_BITS + k];
+                            logits[0] = fmaf(bit, four.x, logits[0]);
+                            logits[1] = fmaf(bit, four.y, logits[1]);
+                            logits[2] = fmaf(bit, four.z, logits[2]);
+                            logits[3] = fmaf(bit, four.w, logits[3]);
+                        }
+                    }
+#pragma unroll
+                    for (int g = 0; g < QUERIES; g++) {
+                        own[g].add(logits[g]);
                     }
                 }
 #pragma unroll
                 for (int g = 0; g < QUERIES; g++) {
-                    own[g].add(logits[g]);
+                    float top = own[g].best;
+                    for (int step = WARP / 2; step > 0; step /= 2) {
+                        top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+                    }
+                    float total = own[g].best == -INFINITE ? own[g].total : own[g].total * __expf(own[g].best - top);
+                    for (int step = WARP / 2; step > 0; step /= 2) {
+                        total += __shfl_xor_sync(ALL, total, step);
+                    }
+                    if (lane == g) {
+                        mine = top + __logf(total);
+                    }
                 }
             }
-#pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                float top = own[g].best;
-                for (int step = WARP / 2; step > 0; step /= 2) {
-                    top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-                }
-                float total = own[g].best == -INFINITE ? own[g].total : own[g].total * __expf(own[g].best - top);
-                for (int step = WARP / 2; step > 0; step /= 2) {
-                    total += __shfl_xor_sync(ALL, total, step);
-                }
-                if (lane == g) {
-                    mine = top + __logf(total);
-                }
+            if (q >= 0) {
+                float constant = codes == nullptr ? 0.0f : of_dim[lane * row + p.tables.most];
+                settle(p, q, range, i, mine + constant, remembered(p, q, first + i), sums);
             }
-        }
-        if (q >= 0) {
-            float constant = coded ? p.constant[q] : 0.0f;
-            settle(p, head, q, b, coded, mine + constant, remembered(p, q, b), true, sums);
         }
     }
     finish(p, q, sums);
+    forget_the_rest(p, head, first_query, count);
+    wait_for_last(); // codes_exact has ended before this one ends
 }

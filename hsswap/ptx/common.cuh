@@ -65,14 +65,24 @@ __device__ __forceinline__ void store_chunk(u8* to, const Chunk<2>& value) {
     asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(value.a) : "memory");
 }
 
-// For kernels that are launched to follow (programmatic dependent launch, sm_90): what was launched
-// before has run, and its writes are seen; what is launched next may take its place on the chip, where
-// it waits here. Before a kernel touches memory. Launched otherwise it changes nothing.
-__device__ __forceinline__ void follow() {
+// For kernels that are launched to follow (programmatic dependent launch, sm_90), in two parts: what was
+// launched before has run, and its writes are seen; and what is launched next may take its place on the
+// chip, where it waits here. Launched otherwise they change nothing.
+__device__ __forceinline__ void wait_for_last() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void launch_next() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Both, before a kernel touches memory.
+__device__ __forceinline__ void follow() {
+    wait_for_last();
+    launch_next();
 }
 
 // The larger one, NaN if either is (as NumPy's maximum).

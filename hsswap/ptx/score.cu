@@ -13,25 +13,11 @@
 // that each byte of it crosses the link twice at most. score: grid (x, H); a lane a token, T tokens of
 // a block side by side, the head's projected queries in shared memory, QUERIES of them at a time.
 // CHUNK: codes of one load, 8 (16 bytes) or 1. NumPy reference: hsswap.driver.host_ops.score.
-#include "common.cuh"
+#include "score.cuh"
 
 #ifndef CHUNK
 #define CHUNK 8
 #endif
-
-struct Params {
-    const u8* queries;
-    i64 query_stride, element_stride; // bytes
-    const u16* matrix;
-    float* projected;
-    const u16* codes;
-    const int* index;
-    float* scores;
-    i64 score_stride; // floats
-    int count, heads, q_heads, block_size, rank, dim;
-    float scale;
-    int pad;
-};
 
 constexpr int THREADS = 256;
 constexpr int COLUMNS = 8;

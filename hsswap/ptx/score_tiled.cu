@@ -4,7 +4,7 @@
 //   scores[h, b] = max over t, g of sum over r of projected[h G + g, r] * codes[index[b], h, t, r]
 //   projected    = scale * queries * matrix
 //
-// Parameters and shapes: score.cu. S = C q^T: 16 tokens are rows, the queries of the group columns (the last one again
+// Parameters: score.cuh. Shapes: score.cu. S = C q^T: 16 tokens are rows, the queries of the group columns (the last one again
 // past their end: a maximum does not mind). A projected query is the sum of two BF16 numbers, so that products are exact
 // to 2^-16 of it; codes that are infinite may give NaN. Lane (g, c) = (lane / 4, lane % 4) loads the 16-byte chunks c,
 // c + 4, ... of the codes of tokens g and g + 8: the order of r in a step is a permutation, the same for both operands.
@@ -12,26 +12,12 @@
 //
 // Grid: x: thread blocks that take BLOCKS blocks a warp in turn, WARPS warps; y: H. Constants: RANK, DIM. Shared memory: the head's queries [16][DIM + 8]
 // and the matrix [DIM][RANK + 8] BF16, projected queries [8][RANK] float32. NumPy reference: hsswap.driver.host_ops.score.
-#include "common.cuh"
+#include "score.cuh"
 
 #ifndef RANK
 #define RANK 32
 #define DIM 128
 #endif
-
-struct Params {
-    const u8* queries;
-    i64 query_stride, element_stride; // bytes
-    const u16* matrix;
-    float* projected;
-    const u16* codes;
-    const int* index;
-    float* scores;
-    i64 score_stride; // floats
-    int count, heads, q_heads, block_size, rank, dim;
-    float scale;
-    int pad;
-};
 
 constexpr int WARPS = 8;
 constexpr int CHUNKS = RANK / 32; // of a lane and token
