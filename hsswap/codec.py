@@ -24,6 +24,8 @@ that neighbouring lanes of a GPU read neighbouring tokens of one plane.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,10 +64,9 @@ class HeadCodec:
     bit_of: U8 = field(init=False)
 
     def __post_init__(self) -> None:
-        dims = np.repeat(np.arange(len(self.bits)), self.bits)
-        first = np.repeat(np.cumsum(self.bits) - self.bits, self.bits)
-        object.__setattr__(self, "dim_of", dims.astype(np.int16))
-        object.__setattr__(self, "bit_of", (np.arange(len(dims)) - first).astype(np.uint8))
+        dims, places = np.array(string_of(tuple(self.bits.tolist())), np.int16)
+        object.__setattr__(self, "dim_of", dims)
+        object.__setattr__(self, "bit_of", places.astype(np.uint8))
 
     @property
     def planes(self) -> int:
@@ -75,6 +76,30 @@ class HeadCodec:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block's codes."""
         return 2 * self.planes * block_size
+
+
+@lru_cache(maxsize=1024)
+def string_of(bits: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The dim of each bit of a token's string, and its place in the dim, for ``bits`` a dim.
+
+    A GPU multiplies every byte as often as the one of most dims has dims, so they are spread: the
+    widest dims first, each to the byte with most room; one that fits nowhere is cut.
+    """
+    room = [(-8, 0, byte) for byte in range(sum(bits) // 8)]  # less bits, dims so far
+    heapify(room)
+    dims, places = [0] * (8 * len(room)), [0] * (8 * len(room))
+    for dim in sorted(range(len(bits)), key=lambda dim: -bits[dim]):
+        place = 0
+        while place < bits[dim]:
+            free, count, byte = heappop(room)
+            taken = min(-free, bits[dim] - place)
+            first = 8 * byte + 8 + free
+            dims[first : first + taken] = [dim] * taken
+            places[first : first + taken] = range(place, place + taken)
+            place += taken
+            if free + taken < 0:
+                heappush(room, (free + taken, count + 1, byte))
+    return dims, places
 
 
 def planes_of_budget(elements: int, heads: int, metadata_ratio: float) -> int:

@@ -162,7 +162,8 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
 
         encode f32 [H, dk, M] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
         bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in it u8 [H, 16 P] |
-        fields u32 [H, 2 P, 8] (:func:`fields_of`) | planes i32 [H] | planes of the heads before i32 [H]
+        fields u32 [H, 2 P, 8], as :func:`fields_of` gives them |
+        planes i32 [H] | planes of the heads before i32 [H]
     """
     most = max(len(codec.bits) for codec in codecs)
     planes = max(codec.planes for codec in codecs)
