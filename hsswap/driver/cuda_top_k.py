@@ -24,8 +24,8 @@ from hsswap.errors import ArgumentError
 
 STATIC_BYTES = 48 << 10  # of shared memory that need not be asked for
 SELECT_THREADS = 1024
-SELECT_LIST = 648  # candidates of select_few.cu
 MOST_KEYS = 8  # of a thread of select_few.cu
+MOST_FEW_PLACES = 65535  # of a head in select_few.cu
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
 SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
@@ -115,6 +115,15 @@ def keys_of(blocks: int) -> dict[str, int]:
     return {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
 
 
+def few_bytes(blocks: int, count: int, places: int) -> int:
+    """Dynamic shared memory of select_few: a block's place and marks, two lists, keys or what
+    finds victims, the cache's columns.
+    """
+    of_blocks = 3 * (-(-blocks // 16) * 16)
+    lists = 8 * max(SELECT_THREADS, places)
+    return of_blocks + lists + 4 * max(blocks, count + -(-places // 4)) + 16 * places
+
+
 def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     """A thread block a KV head."""
     heads, blocks = work.scores.shape
@@ -124,11 +133,11 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     shared_bytes = 12 * sort + 8 * count + 16 * places + 4 * table + 4 * words
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
     keys = 0
-    list_bytes = 4 * words + 4 * max(2 * SELECT_LIST, blocks + 4)
+    of_few = few_bytes(blocks, count, places)
     few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
-    few = few and shared_bytes + list_bytes <= most
+    few = few and places <= MOST_FEW_PLACES and of_few <= most
     if few:
-        shared_bytes += list_bytes
+        shared_bytes = of_few
     elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
         shared_bytes += 4 * blocks
     else:

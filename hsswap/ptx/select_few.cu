@@ -1,128 +1,324 @@
-// select_few: select for lists that fit in registers; a third of the time of select.cu at 2,048 blocks.
+// select_few: select for lists that fit in registers; a fraction of the time of select.cu.
 //
-// What is computed, and the order of keys: select.cu. A thread has up to KEYS blocks, every THREADS-th:
+// What is computed, and the order of keys: select.cu. A thread has KEYS blocks in a row:
 //
-//   bound       the upper half of the N-th largest of the threads' best keys: the threshold is not below
-//   candidates  keys at or above it, some more than N, into a list; too many: all keys, as select.cu
-//   choose      candidates with fewer than N above, by counting, equal ones from the lowest block up; flags as
-//               bits, whose prefix sums give ascending order
+//   1 places     of owners by block, a table as long as the list of blocks
+//   2 bound      by a histogram of the threads' best keys: k of them are at or above it
+//   3 candidates keys at or above it, some more than N, listed in order of blocks; if there are too many, the N
+//                best by radix, as in select.cu
+//   4 cut        the N-th largest of them, by 32 thresholds at a time, a warp each
+//   5 chosen     those above, and equal ones from the lowest block up
+//   6 victims    only where something is missing
 //
-// Dynamic shared memory: as select.cu, and the pins (a bit a block), and the list or all keys. Grid: H
-// thread blocks of THREADS. Constant: KEYS. blocks <= KEYS * THREADS, N <= THREADS.
+// Dynamic shared memory: `Memory`; hsswap.driver.cuda_top_k.few_bytes says how much. Grid: H thread blocks of THREADS. Constant: KEYS.
+// blocks <= KEYS * THREADS, N <= THREADS.
 #include "select_cache.cuh"
 
 #ifndef KEYS
 #define KEYS 2
 #endif
 
-constexpr int LIST = 640; // counting takes 1.5 us for 300 candidates, 5 for all of these
-
+constexpr int LISTED = THREADS; // a candidate a thread
+constexpr int BINS = 512;
 constexpr u32 PINNED = 0xffffffffu;
+constexpr u32 LEAST = 0x007fffffu; // -inf
+constexpr int NOWHERE = 0xffff;
+constexpr int IS_PINNED = 1, IS_CHOSEN = 2; // marks
 
-// Keys of a thread's blocks, pinned ones above all; past the last block 0, below every key.
-struct Mine {
-    u32 key[KEYS];
+struct Memory {
+    Cache cache;
+    u32* list;   // [LISTED or places] keys
+    int* listed; // [the same] blocks or places
+    u32* keys;   // of all blocks; or:
+    u8* kept;    // [places] whether a chosen block is there
+    int* order;  // [N] what missing blocks take
+    u16* place_of; // of each block
+    u8* marks;     // of each block
+    int blocks;    // rounded up to a whole number of 16
 
-    __device__ __forceinline__ static int block(int k) { return k * THREADS + static_cast<int>(threadIdx.x); }
-
-    // NaN as -inf.
-    __device__ __forceinline__ void load(const float* scores, int blocks) {
-#pragma unroll
-        for (int k = 0; k < KEYS; k++) {
-            key[k] = block(k) < blocks ? ordered(number_of(scores[block(k)])) : 0;
-        }
+    __device__ __forceinline__ Memory(const Params& p, u8* shared) {
+        int longest = max(LISTED, p.places);
+        blocks = (p.blocks + 15) / 16 * 16;
+        place_of = reinterpret_cast<u16*>(shared);
+        marks = reinterpret_cast<u8*>(place_of + blocks);
+        list = reinterpret_cast<u32*>(marks + blocks);
+        listed = reinterpret_cast<int*>(list + longest);
+        order = listed + longest;
+        kept = reinterpret_cast<u8*>(order + p.count);
+        keys = reinterpret_cast<u32*>(order);
+        int* columns = order + max(p.blocks, p.count + (p.places + 3) / 4);
+        cache = {columns, columns + p.places, reinterpret_cast<float*>(columns + 2 * p.places),
+                 columns + 3 * p.places};
     }
-    // Returns the best.
-    __device__ __forceinline__ u32 pin(const u32* pins, int blocks) {
-        u32 best = 0;
-#pragma unroll
-        for (int k = 0; k < KEYS; k++) {
-            bool is_pinned = block(k) < blocks && (pins[block(k) / 32] >> block(k) % 32 & 1u) != 0;
-            key[k] = is_pinned ? PINNED : key[k];
-            best = max(best, key[k]);
+    __device__ __forceinline__ void clear() {
+        for (int at = threadIdx.x; at < blocks / 8; at += THREADS) {
+            reinterpret_cast<uint4*>(place_of)[at] = make_uint4(~0u, ~0u, ~0u, ~0u);
         }
-        return best;
+        for (int at = threadIdx.x; at < blocks / 16; at += THREADS) {
+            reinterpret_cast<uint4*>(marks)[at] = make_uint4(0, 0, 0, 0);
+        }
     }
 };
 
-__device__ __forceinline__ void flag(u32* flags, int block) { atomicOr(&flags[block / 32], 1u << block % 32); }
+// A thread's numbers: of blocks that are there.
+struct Mine {
+    float values[KEYS];
 
-// Of candidates, the `wanted` best, equal ones from the lowest block up. keys: aligned to 16 bytes.
-__device__ __forceinline__ void flag_listed(u32* keys, const int* blocks, int count, int wanted, u32* flags) {
-    int at = threadIdx.x;
-    if (at < 4) {
-        keys[count + at] = 0; // to a whole number of four; below every key
+    __device__ __forceinline__ static int block(int k) { return KEYS * static_cast<int>(threadIdx.x) + k; }
+
+    // NaN as -inf.
+    __device__ __forceinline__ void load(const float* from, int blocks) {
+        constexpr int WIDE = KEYS < 4 ? 2 : 4;
+        if (reinterpret_cast<u64>(from) % (4 * WIDE) == 0 && block(KEYS) <= blocks) {
+#pragma unroll
+            for (int k = 0; k < KEYS; k += WIDE) {
+                if constexpr (WIDE == 4) {
+                    float4 four = *reinterpret_cast<const float4*>(from + block(k));
+                    values[k] = four.x, values[k + 1] = four.y, values[k + 2] = four.z, values[k + 3] = four.w;
+                } else {
+                    float2 two = *reinterpret_cast<const float2*>(from + block(k));
+                    values[k] = two.x, values[k + 1] = two.y;
+                }
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < KEYS; k++) {
+                values[k] = block(k) < blocks ? from[block(k)] : __uint_as_float(0xff800000u);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < KEYS; k++) {
+            values[k] = number_of(values[k]);
+        }
+    }
+};
+
+// Sums of `value` over the threads before this one, and over all. sums: WARPS words, not in use by others. Both
+// halves of a word may be sums of their own.
+struct Place {
+    u32 before, total;
+};
+__device__ __forceinline__ Place placed(u32 value, u32* sums) {
+    u32 inclusive = value;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        u32 below = __shfl_up_sync(ALL, inclusive, step);
+        inclusive += lane_index() >= step ? below : 0;
+    }
+    int warp = threadIdx.x / WARP;
+    if (lane_index() == WARP - 1) {
+        sums[warp] = inclusive;
     }
     __syncthreads();
-    if (at >= count) {
-        return;
-    }
-    u32 mine = keys[at];
-    int above = 0, equal = 0;
-#pragma unroll 4
-    for (int first = 0; first < count; first += 4) {
-        uint4 x = *reinterpret_cast<const uint4*>(keys + first);
-        above += (x.x > mine) + (x.y > mine) + (x.z > mine) + (x.w > mine);
-        equal += (x.x == mine) + (x.y == mine) + (x.z == mine) + (x.w == mine);
-    }
-    if (above >= wanted) {
-        return;
-    }
-    if (above + equal > wanted) { // not all of the equal ones
-        for (int other = 0; other < count; other++) {
-            above += keys[other] == mine && blocks[other] < blocks[at];
-        }
-        if (above >= wanted) {
-            return;
-        }
-    }
-    flag(flags, blocks[at]);
+    u32 own = sums[lane_index()];
+    u32 before = __reduce_add_sync(ALL, lane_index() < warp ? own : 0);
+    return {before + inclusive - value, __reduce_add_sync(ALL, own)};
 }
 
-// The flagged blocks in ascending order.
-__device__ __forceinline__ void list_flagged(const u32* flags, int words, int* chosen, u64* sums) {
-    int at = threadIdx.x;
-    u32 word = at < words ? flags[at] : 0;
-    u64 total;
-    int place = static_cast<int>(exclusive_sum(static_cast<u64>(__popc(word)), total, sums));
-    for (; word != 0; word &= word - 1) {
-        chosen[place++] = at * 32 + __ffs(word) - 1;
+// The same of a flag a thread.
+__device__ __forceinline__ Place placed(bool flag, u32* sums) {
+    u32 flags = __ballot_sync(ALL, flag);
+    int warp = threadIdx.x / WARP;
+    if (lane_index() == 0) {
+        sums[warp] = __popc(flags);
     }
+    __syncthreads();
+    u32 own = sums[lane_index()];
+    u32 before = __reduce_add_sync(ALL, lane_index() < warp ? own : 0);
+    return {before + __popc(flags & ((1u << lane_index()) - 1)), __reduce_add_sync(ALL, own)};
 }
 
-// As share_left_out, in float32, of a thread's own shares. parts: 3 x WARPS floats.
-__device__ __forceinline__ float share_out(const float (&mine)[KEYS], const u32* flags, int blocks, float* parts) {
-    float best = __uint_as_float(0xff800000u);
+// The maximum over all threads; parts: WARPS words.
+__device__ __forceinline__ u32 largest(u32 value, u32* parts) {
+    value = __reduce_max_sync(ALL, value);
+    if (lane_index() == 0) {
+        parts[threadIdx.x / WARP] = value;
+    }
+    __syncthreads();
+    return __reduce_max_sync(ALL, parts[lane_index()]);
+}
+
+// Of a list of keys the n-th largest, or any key at or above which there are n: `equal` is how many of those equal to
+// it are among the n largest. 1 <= n <= count; n keys or more are at or above low, and fewer at or above high (else
+// high - 1 is the answer). counts: 2 x WARPS words.
+__device__ Threshold cut(const u32* keys, int count, u32 n, u32 low, u32 high, u32* counts) {
+    int warp = threadIdx.x / WARP;
+    u32 beyond = 0; // keys at or above high
+    for (int turn = 0; high - low > 1; turn ^= WARPS) {
+        u32 step = max(1u, (high - low) / (WARPS + 1));
+        auto threshold = [&](u32 i) { return i < high - low && i * step < high - low ? low + i * step : high; };
+        u32 mine = threshold(warp + 1);
+        u32 found = 0;
+        for (int at = lane_index(); at < count; at += WARP) {
+            found += keys[at] >= mine;
+        }
+        found = __reduce_add_sync(ALL, found);
+        if (lane_index() == 0) {
+            counts[turn + warp] = found;
+        }
+        __syncthreads();
+        found = counts[turn + lane_index()];
+        u32 exact = __ballot_sync(ALL, found == n);
+        if (exact != 0) {
+            return {threshold(__ffs(exact)), 0xffffu};
+        }
+        // Thresholds rise, so that counts fall.
+        u32 enough = __popc(__ballot_sync(ALL, found >= n));
+        u32 lower = min(threshold(enough), high - 1);
+        if (enough < WARPS) {
+            beyond = __shfl_sync(ALL, found, enough);
+            high = threshold(enough + 1);
+        }
+        low = lower;
+    }
+    return {low, n - beyond};
+}
+
+// A key that k of the threads' bests are not below, 0 if there are not so many. bins: BINS + 1 zeros.
+__device__ __forceinline__ u32 bound_of(u32 best, int k, u32* bins, u32* parts) {
+    bool counts = best > LEAST;
+    u32 top = largest(counts ? best : 0, parts);
+    u32 bottom = ~largest(counts ? ~best : 0, parts + WARPS);
+    int shift = max(0, 32 - __clz(top - bottom) - 9); // of BINS
+    if (counts) {
+        atomicAdd(&bins[(best - bottom) >> shift], 1u);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        constexpr int OWN = BINS / WARP;
+        u32 own[OWN], sum = 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i += 4) {
+            uint4 four = reinterpret_cast<const uint4*>(bins)[(threadIdx.x * OWN + i) / 4];
+            own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+            sum += four.x + four.y + four.z + four.w;
+        }
+        u32 from = sum; // over this lane's bins and all above
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            u32 above = __shfl_down_sync(ALL, from, step);
+            from += lane_index() + step < WARP ? above : 0;
+        }
+        u32 wanted = static_cast<u32>(k);
+        u32 above = from - sum;
+        if (above < wanted && from >= wanted) {
+            int bin = OWN - 1;
+#pragma unroll
+            for (int i = OWN - 1; i >= 0; i--) {
+                bin = above < wanted ? i : bin;
+                above += own[i];
+            }
+            bins[BINS] = bottom + ((threadIdx.x * OWN + bin) << shift);
+        }
+    }
+    __syncthreads();
+    return bins[BINS];
+}
+
+// Lists the keys above the threshold, and the first equal ones, in order of blocks; returns how many. They are in place
+// after the next barrier.
+__device__ __forceinline__ int list_from(const u32 (&keys)[KEYS], Threshold threshold, const Memory& m, u32* sums) {
+    u32 own = 0;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
-        if (Mine::block(k) < blocks) {
-            best = fmaxf(best, mine[k]);
+        own += keys[k] > threshold.key ? 0x10000u : keys[k] == threshold.key ? 1u : 0u;
+    }
+    Place place = placed(own, sums);
+    u32 above = place.before >> 16, equal = place.before & 0xffffu;
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        bool is_equal = keys[k] == threshold.key;
+        if (keys[k] > threshold.key || (is_equal && equal < threshold.equal)) {
+            u32 at = above + min(equal, threshold.equal);
+            if (at < LISTED) {
+                m.list[at] = keys[k];
+                m.listed[at] = Mine::block(k);
+            }
+        }
+        above += keys[k] > threshold.key;
+        equal += is_equal;
+    }
+    return static_cast<int>((place.total >> 16) + min(place.total & 0xffffu, threshold.equal));
+}
+
+// order[n]: the place that the n-th missing block takes, `wanted` of them, none that is kept. Overwrites both lists.
+__device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32* counts, int* listed) {
+    const Cache& cache = m.cache;
+    for (int base = 0; base < p.places; base += THREADS) {
+        int place = base + threadIdx.x;
+        bool is_in = place < p.places && m.kept[place] == 0;
+        u32 in = __ballot_sync(ALL, is_in);
+        int at = 0;
+        if (lane_index() == 0 && in != 0) {
+            at = atomicAdd(listed, __popc(in));
+        }
+        at = __shfl_sync(ALL, at, 0) + __popc(in & ((1u << lane_index()) - 1));
+        if (is_in) {
+            u64 key = cache.owner[place] < 0 ? 0 : victim_key(cache.mass[place], cache.used[place]);
+            m.list[at] = ~static_cast<u32>(key >> 32); // the least first
+            m.listed[at] = place;
         }
     }
-    best = reduce(best, [](float a, float b) { return fmaxf(a, b); }, parts);
+    __syncthreads();
+    int count = *listed;
+    u32 least = cut(m.list, count, wanted, 0, PINNED, counts).key;
+    // When a block of equal mass was used, which decides among few.
+    auto use_of = [&](int place) {
+        return cache.owner[place] < 0 ? 0 : static_cast<u32>(cache.used[place]) ^ 0x80000000u;
+    };
+    for (int base = threadIdx.x / WARP * WARP; base < count; base += THREADS) {
+        int at = base + lane_index();
+        u32 candidates = __ballot_sync(ALL, at < count && m.list[min(at, count - 1)] >= least);
+        for (; candidates != 0; candidates &= candidates - 1) { // each by the whole warp
+            int mine = base + __ffs(candidates) - 1;
+            u32 key = m.list[mine];
+            int place = m.listed[mine];
+            u32 before = 0;
+            for (int other = lane_index(); other < count; other += WARP) {
+                u32 theirs = m.list[other];
+                before += theirs > key;
+                if (theirs == key && other != mine) {
+                    int their_place = m.listed[other];
+                    u32 use = use_of(place), their_use = use_of(their_place);
+                    before += their_use < use || (their_use == use && their_place < place);
+                }
+            }
+            before = __reduce_add_sync(ALL, before);
+            if (before < wanted) {
+                m.order[before] = place;
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// As share_left_out, in float32, of a thread's own shares. best: the largest of all. parts: WARPS pairs.
+__device__ __forceinline__ float share_out(const Mine& shares, float best, const u8* marks, int blocks, float2* parts) {
     bool is_finite = (__float_as_uint(best) & 0x7f800000u) != 0x7f800000u;
     float2 sum = {0, 0}; // over all, and over what is left out
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
         int block = Mine::block(k);
         if (block < blocks) {
-            float score = mine[k];
-            float weight = is_finite ? expf(score - best) : (score == best ? 1.0f : 0.0f);
+            float share = shares.values[k];
+            float weight = is_finite ? __expf(share - best) : (share == best ? 1.0f : 0.0f);
             sum.x += weight;
-            sum.y += (flags[block / 32] >> block % 32 & 1u) == 0 ? weight : 0;
+            sum.y += (marks[block] & IS_CHOSEN) == 0 ? weight : 0;
         }
     }
-    float2* sums = reinterpret_cast<float2*>(parts + WARPS);
 #pragma unroll
     for (int apart = WARP / 2; apart > 0; apart /= 2) {
         sum.x += __shfl_xor_sync(ALL, sum.x, apart);
         sum.y += __shfl_xor_sync(ALL, sum.y, apart);
     }
     if (lane_index() == 0) {
-        sums[threadIdx.x / WARP] = sum;
+        parts[threadIdx.x / WARP] = sum;
     }
     __syncthreads();
-    sum = sums[lane_index()];
+    if (threadIdx.x >= WARP) {
+        return 0;
+    }
+    sum = parts[lane_index()];
 #pragma unroll
     for (int apart = WARP / 2; apart > 0; apart /= 2) {
         sum.x += __shfl_xor_sync(ALL, sum.x, apart);
@@ -131,104 +327,154 @@ __device__ __forceinline__ float share_out(const float (&mine)[KEYS], const u32*
     return blocks == 0 ? 0.0f : sum.y / sum.x;
 }
 
+// What attention measured goes to the block's place, if it has one.
+__device__ __forceinline__ void gain(const Params& p, const Memory& m, Gain gained) {
+    if (gained.block >= 0 && gained.block < p.blocks) {
+        int place = m.place_of[gained.block];
+        if (place != NOWHERE) {
+            m.cache.mass[place] += gained.mass;
+        }
+    } else if (gained.block >= 0) { // of a sequence that was cut back since
+        for (int place = 0; place < p.places; place++) {
+            if (m.cache.owner[place] == gained.block) {
+                m.cache.mass[place] += gained.mass;
+            }
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_few(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    __shared__ u64 sums[WARPS];
+    __shared__ __align__(16) u32 bins[4 * 256];
+    __shared__ u32 words[12 * WARPS]; // of a step each
+    __shared__ float2 parts[WARPS];
     __shared__ u32 found[2];
-    __shared__ u32 bins[2 * 4 * 256];
-    __shared__ __align__(8) float parts[3 * WARPS];
-    __shared__ u32 best_keys[THREADS];
     __shared__ int listed;
     int h = blockIdx.x;
-    u64* keys = reinterpret_cast<u64*>(shared); // sort_size keys, sort_size places
-    int* place_of = reinterpret_cast<int*>(shared + 12ll * p.sort_size);
-    int* chosen = place_of + p.count;
-    int* columns = chosen + p.count;
-    Cache cache{columns, columns + p.places, reinterpret_cast<float*>(columns + 2 * p.places),
-                columns + 3 * p.places};
-    Table table{columns + 4 * p.places, p.table_size};
-    u32* flags = reinterpret_cast<u32*>(table.places + p.table_size);
-    int words = (p.blocks + 31) / 32;
-    u32* pins = flags + words;
-    // LIST keys and LIST blocks, or a key of every block.
-    u32* list_keys = pins + words + (-2 * words - p.table_size - 4 * p.places - 2 * p.count - 3 * p.sort_size & 3);
-    int* list_blocks = reinterpret_cast<int*>(list_keys + LIST + 4);
-    const float* scores = p.scores + h * p.score_stride;
-    follow();
-    Mine mine;
-    mine.load(scores, p.blocks);
-    const float* own_shares = p.shares + h * p.share_stride;
-    float shares[KEYS];
-#pragma unroll
-    for (int k = 0; k < KEYS; k++) {
-        shares[k] = Mine::block(k) < p.blocks ? number_of(own_shares[Mine::block(k)]) : 0;
+    Memory m(p, shared);
+    const Cache& cache = m.cache;
+    m.clear();
+    bins[threadIdx.x] = 0;
+    listed = 0;
+    int pins = 0;
+    wait_for_last();
+    launch_next();
+    Mine scores, shares;
+    scores.load(p.scores + h * p.score_stride, p.blocks);
+    shares.load(p.shares + h * p.share_stride, p.blocks);
+    int pinned = -1;
+    if (threadIdx.x < p.pinned_count) {
+        pinned = p.pinned == nullptr ? p.few_pinned[threadIdx.x] : p.pinned[threadIdx.x];
     }
     Gain first = gain_of(p, h, threadIdx.x);
     int step = p.steps == nullptr ? p.step : p.steps[h];
     load_cache(p, h, step, cache);
-    for (int at = threadIdx.x; at < p.table_size; at += THREADS) {
-        table.places[at] = -1;
-    }
-    for (int at = threadIdx.x; at < 2 * words; at += THREADS) {
-        flags[at] = 0;
-    }
-    bins[threadIdx.x] = 0;
-    bins[THREADS + threadIdx.x] = 0;
-    if (threadIdx.x == 0) {
-        listed = 0;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.pinned_count; i += THREADS) {
-        int block = p.pinned == nullptr ? p.few_pinned[i] : p.pinned[i];
-        if (block >= 0) {
-            flag(pins, block);
+    __syncthreads(); // cleared
+    for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        int owner = cache.owner[place];
+        if (owner >= 0 && owner < p.blocks) {
+            m.place_of[owner] = static_cast<u16>(place);
         }
     }
-    insert_owners(p, cache, table);
-    __syncthreads();
-    add_gains(p, h, cache, table, first);
-    best_keys[threadIdx.x] = mine.pin(pins, p.blocks);
-    __syncthreads();
+    if (pinned >= 0) {
+        m.marks[pinned] = IS_PINNED;
+        pins++;
+    }
+    for (int j = THREADS + threadIdx.x; j < p.pinned_count; j += THREADS) {
+        if (p.pinned[j] >= 0) {
+            m.marks[p.pinned[j]] = IS_PINNED;
+            pins++;
+        }
+    }
+    u32 top_share = 0;
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        top_share = max(top_share, Mine::block(k) < p.blocks ? ordered(shares.values[k]) : 0);
+    }
+    top_share = largest(top_share, words); // and a barrier
+    for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
+        gain(p, m, i < THREADS ? first : gain_of(p, h, i));
+    }
+    u32 keys[KEYS], best = 0;
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        bool is_there = Mine::block(k) < p.blocks;
+        bool is_pinned = is_there && m.marks[Mine::block(k)] != 0;
+        keys[k] = is_there ? ordered(scores.values[k]) : 0;
+        best = is_pinned ? best : max(best, keys[k]);
+        keys[k] = is_pinned ? PINNED : keys[k];
+    }
+    int taken = -1; // the place of this thread's chosen block
+    int block = -1, at = 0;
+    bool is_chosen = false, is_missing = false;
     if (p.count != 0) {
-        u32 bound = nth_largest<16>({nullptr, best_keys, THREADS}, p.count, bins, found).key;
+        int k = p.count - static_cast<int>(placed(static_cast<u32>(pins), words + WARPS).total);
+        u32 bound = k == 0 ? PINNED : bound_of(best, k, bins, words + 2 * WARPS);
+        Threshold threshold{max(bound, 1u), 0xffffu};
+        int count = list_from(keys, threshold, m, words + 4 * WARPS);
+        if (count > LISTED) { // many equal scores
 #pragma unroll
-        for (int k = 0; k < KEYS; k++) {
-            bool is_in = Mine::block(k) < p.blocks && mine.key[k] >= bound;
-            u32 in = __ballot_sync(ALL, is_in);
-            int at = 0;
-            if (lane_index() == 0 && in != 0) {
-                at = atomicAdd(&listed, __popc(in));
-            }
-            at = __shfl_sync(ALL, at, 0) + __popc(in & ((1u << lane_index()) - 1));
-            if (is_in && at < LIST) {
-                list_keys[at] = mine.key[k];
-                list_blocks[at] = Mine::block(k);
-            }
-        }
-        __syncthreads();
-        int count = listed;
-        if (count <= LIST) {
-            flag_listed(list_keys, list_blocks, count, p.count, flags);
-            __syncthreads();
-            list_flagged(flags, words, chosen, sums);
-        } else { // many equal scores
-#pragma unroll
-            for (int k = 0; k < KEYS; k++) {
-                if (Mine::block(k) < p.blocks) {
-                    list_keys[Mine::block(k)] = mine.key[k];
+            for (int k2 = 0; k2 < KEYS; k2++) {
+                if (Mine::block(k2) < p.blocks) {
+                    m.keys[Mine::block(k2)] = keys[k2];
                 }
             }
+            bins[threadIdx.x] = 0;
             __syncthreads();
-            Keys all{nullptr, list_keys, p.blocks};
-            choose(all, nth_largest(all, p.count, bins + 1024, found), flags, chosen, sums);
+            threshold = nth_largest({nullptr, m.keys, p.blocks}, p.count, bins, found);
+            count = list_from(keys, threshold, m, words + 5 * WARPS);
         }
         __syncthreads();
-        place(p, cache, table, chosen, place_of, keys, sums);
-        __syncthreads();
+        threshold = {1, 0xffffu};
+        if (count > p.count) {
+            threshold = cut(m.list, count, p.count, bound, PINNED, words + 6 * WARPS);
+        }
+        u32 key = threadIdx.x < count ? m.list[threadIdx.x] : 0;
+        block = threadIdx.x < count ? m.listed[threadIdx.x] : -1;
+        bool is_above = key > threshold.key, is_equal = key == threshold.key;
+        u32 both = is_above ? 0x10000u : is_equal ? 1u : 0u;
+        Place place = placed(both, words + 8 * WARPS);
+        u32 equal = place.before & 0xffffu;
+        is_chosen = is_above || (is_equal && equal < threshold.equal);
+        at = static_cast<int>((place.before >> 16) + min(equal, threshold.equal));
+        if (is_chosen) {
+            m.marks[block] |= IS_CHOSEN;
+            int held = m.place_of[block];
+            is_missing = held == NOWHERE;
+            taken = is_missing ? -1 : held;
+        }
+        if (__syncthreads_or(is_missing)) {
+            for (int i = threadIdx.x; i < p.places; i += THREADS) {
+                m.kept[i] = 0;
+            }
+            __syncthreads();
+            if (taken >= 0) {
+                m.kept[taken] = 1;
+            }
+            Place nth = placed(is_missing, words + 9 * WARPS); // and a barrier
+            find_victims(p, m, nth.total, words + 10 * WARPS, &listed);
+            if (is_missing) {
+                taken = m.order[nth.before];
+                cache.owner[taken] = block;
+                cache.mass[taken] = 0;
+            }
+        }
     }
-    store(p, h, step, cache, chosen, place_of);
-    float share = share_out(shares, flags, p.blocks, parts);
+    if (is_chosen) {
+        cache.used[taken] = step;
+        p.chosen[h * p.chosen_stride + at] = block;
+        p.chosen_slots[h * p.chosen_slots_stride + at] = cache.slots[taken];
+        p.missing[h * p.missing_stride + at] = is_missing;
+    }
+    __syncthreads();
+    for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        p.owner[h * p.owner_stride + place] = cache.owner[place];
+        p.mass[h * p.mass_stride + place] = cache.mass[place];
+        p.used[h * p.used_stride + place] = cache.used[place];
+    }
+    float best_share = __uint_as_float((top_share & 0x80000000u) != 0 ? top_share ^ 0x80000000u : ~top_share);
+    float share = share_out(shares, best_share, m.marks, p.blocks, parts);
     if (threadIdx.x == 0) {
         p.left_out[h * p.left_out_stride] = share;
         if (p.steps != nullptr) {
