@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,42 @@ def test_only_what_the_bound_needs(rig: Rig, bound: float, least: int, blocks: i
         lost = set(before[head, gone & (missing[head] != 0)].tolist())
         assert not owner & lost
         assert set(before[head].tolist()) - lost <= owner
+
+
+@pytest.mark.parametrize("blocks", [50, 1900, 8000, 9000])
+@pytest.mark.parametrize("bound", [0.02, 0.4])
+def test_the_bound_holds_to_the_last_rounding(rig: Rig, bound: float, blocks: int) -> None:
+    """What is really left out, in float64, is what ``left_out`` says, and within the bound; a block
+    more would not be. Rounding is all the margin: 2^-24 for each of the sums of a float32 share
+    (a thread's part of the blocks, and over the threads) and of the shares given up, and 2^-20 of
+    an exponential down to e^-16.
+    """
+    random = np.random.default_rng(blocks)
+    shares = (random.standard_normal((HEADS, blocks)) * 2.5).astype(np.float32)
+    scores = (shares + random.standard_normal(shares.shape)).astype(np.float32)
+    work = choose(rig, scores, [0, blocks - 1], 35, shares)
+    before = work.chosen.array().copy()
+    exact = np.array([shares_of(row) for row in shares])
+    outside = np.array([1 - e[chosen].sum() for e, chosen in zip(exact, before, strict=True)])
+    sums = blocks / 256 + 16 + 37
+    margin = sums * 2.0**-24 + 2.0**-20
+    assert np.abs(work.left_out.array() - outside).max() < margin
+    bounds = outside.max() + bound * (1 - outside.max())  # each head can give something up
+    trimmed = replace(work, bound=float(np.float32(bounds)))
+    rig.device.trim(rig.stream, trimmed)
+    rig.stream.synchronize()
+    given_up = 0
+    for head in range(HEADS):
+        kept = work.chosen.array()[head]
+        kept = kept[kept >= 0]
+        left = 1 - exact[head, kept].sum()
+        assert abs(work.left_out.array()[head] - left) < margin
+        assert left < bounds + margin
+        others = kept[(kept != 0) & (kept != blocks - 1)]
+        worst = others[np.lexsort((-others, scores[head, others]))[0]]
+        assert left + exact[head, worst] > bounds - margin
+        given_up += before.shape[1] - len(kept)
+    assert given_up > 0
 
 
 def test_scores_that_are_no_numbers(rig: Rig) -> None:
