@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hsswap import codec as codecs
 from hsswap.codec import HeadCodec
+from hsswap.driver.codes_operations import FIELD_EXPONENT, fields_of
 
 
 def random_codec(bits: list[int], dim: int, seed: int = 0) -> HeadCodec:
@@ -47,6 +48,39 @@ def test_every_bit_has_one_place() -> None:
     codec = random_codec(BITS, 8)
     places = set(zip(codec.dim_of.tolist(), codec.bit_of.tolist(), strict=True))
     assert places == {(d, b) for d, n in enumerate(BITS) for b in range(n)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=60), st.integers(0, 255))
+def test_bytes_are_sums_of_their_fields(bits: list[int], byte: int) -> None:
+    """Levels times weights, of a byte, bit by bit and field by field."""
+    bits += [1] * (-sum(bits) % 16)
+    codec = random_codec(bits, 8)
+    fields = fields_of(codec)
+    assert fields.shape == (sum(bits) // 8, 8)
+    for at, own in enumerate(fields.tolist()):
+        by_bit = dict.fromkeys(range(len(bits)), 0.0)
+        for k in range(8 * at, 8 * at + 8):
+            value = (byte >> (k % 8) & 1) << int(codec.bit_of[k])
+            by_bit[int(codec.dim_of[k])] += value
+        by_field = dict.fromkeys(range(len(bits)), 0.0)
+        for field in own:
+            if field:
+                exponent = (field >> 16) - FIELD_EXPONENT
+                by_field[field >> 8 & 0xFF] += (byte & field & 0xFF) * 2.0**exponent
+        assert by_field == by_bit
+        # No mask is empty, and none follows an empty place.
+        used = [field != 0 for field in own]
+        assert used == sorted(used, reverse=True)
+
+
+def test_dims_are_spread_over_the_bytes() -> None:
+    """As evenly as 47 dims fill 16 bytes."""
+    bits = [6] * 2 + [5] * 12 + [4] * 13 + [3] * 2 + [1] * 2
+    bits += [1] * (-sum(bits) % 16)
+    fields = fields_of(random_codec(bits, 8))
+    counts = (fields != 0).sum(1)
+    assert counts.max() <= -(-len(bits) // len(fields)) + 1
 
 
 def test_levels_are_floors_within_range() -> None:

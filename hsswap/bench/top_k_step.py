@@ -17,16 +17,22 @@ import numpy as np
 
 from hsswap.bench.cases import BLOCK_SIZE, Case, make_inputs, tensor_from
 from hsswap.bench.common import MIN_SLICES, Interval
+from hsswap.bench.planted_codes import PLANES, make_codec, make_codes, make_queries
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Device, Graph, Stream
 from hsswap.driver.choice_operations import FetchWork
+from hsswap.driver.codes_operations import (
+    Attended,
+    LayerCodes,
+    Resident,
+    ScoreCodesWork,
+    ScoreMemory,
+)
 from hsswap.driver.operations import (
     AttendWork,
     AttentionState,
     BlockPool,
     FinalizeWork,
-    ProjectionCodes,
-    ScoreWork,
     SelectWork,
     UnitCache,
     UnitPool,
@@ -35,7 +41,6 @@ from hsswap.driver.operations import (
 from hsswap.driver.tensor import Tensor, tensor_in
 
 GROUP = LayerGroup(1, 32, 8, 128)
-RANK = 32
 PINNED = 9
 """The first block and the last 128 tokens."""
 
@@ -87,30 +92,20 @@ class Step:
         self._device, self._row, self._torch, self._keep = device, row, torch, keep
         random = np.random.default_rng(seed)
         generator = torch.Generator("cuda").manual_seed(seed)
-        heads, blocks = GROUP.kv_heads, row.tokens // BLOCK_SIZE
+        blocks = row.tokens // BLOCK_SIZE
         free = 1 + random.permutation(blocks - PINNED)[: row.k + row.absent]
         same = free[: row.k - row.absent]
         self.chosen = [
             np.sort(np.r_[0, same, only, np.arange(blocks - PINNED + 1, blocks)])
             for only in np.split(free[row.k - row.absent :], 2)
         ]
-        codes = torch.randn(
-            (blocks, heads, BLOCK_SIZE, RANK),
-            dtype=torch.bfloat16,
-            device="cuda",
-            generator=generator,
-        )
-        for axis, part in enumerate((same, *np.split(free[row.k - row.absent :], 2))):
-            codes[torch.from_numpy(part).cuda(), :, 3, axis] = 60.0
-        matrix = torch.linalg.qr(
-            torch.randn((GROUP.head_dim, RANK), device="cuda", generator=generator)
-        ).Q
-        towards = torch.zeros((2, RANK), device="cuda")
-        towards[:, 0] = towards[0, 1] = towards[1, 2] = 4.0
-        noise = torch.randn((2, 32, 128), device="cuda", generator=generator) * 0.05
-        self.queries = ((towards @ matrix.T)[:, None] + noise).to(torch.bfloat16).contiguous()
+        codec = make_codec(GROUP.head_dim, random)
+        planted = (same, *np.split(free[row.k - row.absent :], 2))
+        codes = make_codes(GROUP, codec, blocks, planted, generator, keep)
+        queries = make_queries(codec, GROUP.q_heads, random)
+        self.queries = torch.from_numpy(queries).cuda().to(torch.bfloat16)
         self._make_pools(random, generator, blocks)
-        self._make_tables(codes, matrix.to(torch.bfloat16).contiguous(), blocks)
+        self._make_tables(codes, blocks)
 
     def _make_pools(self, random: np.random.Generator, generator: Any, blocks: int) -> None:
         """Host slots of all blocks that are chosen, and device slots for those of one query."""
@@ -140,7 +135,7 @@ class Step:
         self.units = UnitPool(self._zeros("u8", slots, unit), GROUP, BLOCK_SIZE)
         self.slots = random.permutation(slots).reshape(heads, self.places).astype(np.int32)
 
-    def _make_tables(self, codes: Any, matrix: Any, blocks: int) -> None:
+    def _make_tables(self, codes: LayerCodes, blocks: int) -> None:
         heads, count = GROUP.kv_heads, self.places
         i32 = self._i32
         cache = UnitCache(
@@ -151,21 +146,32 @@ class Step:
         )
         chosen = i32(np.full((heads, count), -1))
         entries = count + 1
+        pinned = i32(np.r_[0, np.arange(blocks - PINNED + 1, blocks)])
+        resident = Resident(self.units, cache, pinned, np.zeros(heads, np.int32), 0)
+        remembered = [self._zeros("f32", GROUP.q_heads, blocks) for _ in range(2)]
+        # K and V are random and say nothing of codes: NaN corrects nothing, and is read as usual.
+        shown = self._torch.full((GROUP.q_heads, count), float("nan"), device="cuda")
+        self._keep.append(shown)
         self.scores = [
-            ScoreWork(
-                ProjectionCodes(tensor_from(codes, "bf16"), tensor_from(matrix, "bf16"), GROUP),
-                tensor_from(self.queries[turn], "bf16"),
-                i32(np.arange(blocks)),
-                self._zeros("f32", heads, blocks),
+            ScoreCodesWork(
+                codes=codes,
+                queries=tensor_from(self.queries[turn], "bf16"),
+                code_index=i32(np.arange(blocks)),
+                resident=resident,
+                memory=ScoreMemory(*remembered),
+                first=False,
+                last=Attended(chosen, tensor_from(shown, "f32")),
+                scores=self._zeros("f32", heads, blocks),
+                uncorrected=self._zeros("f32", heads, blocks),
             )
             for turn in range(2)
         ]
         mass = self._zeros("f32", 1, heads, entries)
         self.select = SelectWork(
             scores=self.scores[0].scores,
-            shares=self.scores[0].scores,
+            shares=self.scores[0].uncorrected,
             k=self._row.k,
-            pinned=i32(np.r_[0, np.arange(blocks - PINNED + 1, blocks)]),
+            pinned=pinned,
             cache=cache,
             step=i32(np.zeros(heads)),
             decay=0.9,
@@ -238,8 +244,8 @@ class Step:
         }
 
     def _select_of(self, turn: int) -> SelectWork:
-        scores = self.scores[turn].scores
-        return replace(self.select, scores=scores, shares=scores)
+        scored = self.scores[turn]
+        return replace(self.select, scores=scored.scores, shares=scored.uncorrected)
 
     def error(self, turn: int) -> float:
         """Relative L2 error of a turn's output against float64; infinite for other blocks."""
@@ -314,7 +320,7 @@ def _dense(tokens: int, stream: Any) -> tuple[str, Any]:
 def _measure(
     device: Device, row: Row, ours: Stream, stream: Any, dense: tuple[str, Any], quick: bool
 ) -> dict[str, Any]:
-    read = 2 * RANK * row.tokens * GROUP.kv_heads + row.k * 8 * unit_bytes_of(GROUP, BLOCK_SIZE)
+    read = 2 * PLANES * row.tokens * GROUP.kv_heads + row.k * 8 * unit_bytes_of(GROUP, BLOCK_SIZE)
     keep: list[Any] = []
     sets = [Step(device, row, seed, keep) for seed in range(max(2, SET_BYTES // read))]
     steps = [step.calls(ours, turn) for turn in range(2) for step in sets]
