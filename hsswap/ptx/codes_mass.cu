@@ -219,11 +219,6 @@ struct Ring {
     }
 };
 
-// Two bytes of the parts of a weighted sum.
-__device__ __forceinline__ float joined(int upper, int lower) {
-    return fmaf(__int_as_float(upper) - MAGIC_VALUE, 256.0f, __int_as_float(lower) - MAGIC_VALUE);
-}
-
 // Weights and masks of a round in registers.
 template <int USED> struct Held {
     uint4 weights[USED];
@@ -238,7 +233,8 @@ template <int USED> struct Held {
 };
 
 // Adds what a round says to the logits of 4 tokens of each half of a lane's 16, from token 4 * quarter on.
-// unit: what the lowest byte of a weight counts.
+// unit: what the lowest byte of a weight counts. The lower two bytes are joined with MAGIC in them, to 2^-23 of the
+// largest weight; `begin` takes it away.
 template <int USED>
 __device__ __forceinline__ void add_round(float (&logits)[8], const Part& part, int quarter, const Held<USED>& held,
                                           float unit) {
@@ -263,8 +259,9 @@ __device__ __forceinline__ void add_round(float (&logits)[8], const Part& part, 
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float of_upper = joined(upper[2 * half], upper[2 * half + 1]);
-            float of_lower = joined(lower[2 * half], lower[2 * half + 1]);
+            float of_upper = fmaf(__int_as_float(upper[2 * half]) - MAGIC_VALUE, 256.0f,
+                                  __int_as_float(upper[2 * half + 1]) - MAGIC_VALUE);
+            float of_lower = fmaf(__int_as_float(lower[2 * half]), 256.0f, __int_as_float(lower[2 * half + 1]));
             float& logit = logits[token + 4 * half];
             logit = fmaf(of_upper, 65536.0f * unit, fmaf(of_lower, unit, logit));
         }
@@ -275,6 +272,14 @@ __device__ __forceinline__ float power_of_2(float value) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
     return out;
+}
+
+// Logits before any of `rounds` rounds.
+__device__ __forceinline__ void begin(float (&logits)[8], int rounds, float unit) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        logits[k] = -257.0f * MAGIC_VALUE * unit * static_cast<float>(rounds);
+    }
 }
 
 // A logsumexp to the base 2.
@@ -302,7 +307,8 @@ __device__ __forceinline__ void add_tokens(Sum2& sum, const Part& part, const Ro
     Held<USED> held(round);
 #pragma unroll 1
     for (int quarter = 0; quarter < 2; quarter++) {
-        float logits[8] = {};
+        float logits[8];
+        begin(logits, 1, unit);
         add_round(logits, part, quarter, held, unit);
         sum.add(logits);
     }
@@ -313,7 +319,8 @@ __device__ __forceinline__ void add_rounds(Sum2& sum, Ring& ring, const Params& 
                                            const Round* rounds, float unit) {
 #pragma unroll 1
     for (int quarter = 0; quarter < 2; quarter++) {
-        float logits[8] = {};
+        float logits[8];
+        begin(logits, rounds_of(ring.planes), unit);
 #pragma unroll 1
         for (int r = 0; r < rounds_of(ring.planes); r++) {
             add_round(logits, ring.take(p, range), quarter, Held<STEPS>(rounds[r]), unit);
