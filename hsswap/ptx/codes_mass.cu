@@ -41,9 +41,10 @@ struct Share {
     int ways, pair, way;
     __device__ __forceinline__ Share(int first, int pairs, int t) {
         int left = pairs - first;
-        ways = left == 1 ? 4 : left == 2 ? 2 : 1;
-        pair = first + t % (ROUND / ways);
-        way = t / (ROUND / ways);
+        int halvings = left == 1 ? 2 : left == 2 ? 1 : 0;
+        ways = 1 << halvings;
+        pair = first + (t & (ROUND >> halvings) - 1);
+        way = t >> 2 - halvings;
     }
 };
 
@@ -193,7 +194,8 @@ struct Ring {
     __device__ __forceinline__ void ask(const Params& p, const Range& range) {
         int i = ahead.tile + lane_index() / 4;
         u64 row = i < p.span ? range.rows[i] : 0;
-        int round = ahead.turn % max(1, rounds_of(planes));
+        int rounds = rounds_of(planes);
+        int round = ahead.turn < rounds ? ahead.turn : ahead.turn - rounds;
         int plane = 2 * Share(round * ROUND, (planes + 1) / 2, lane_index() % 4).pair;
         const u8* from = reinterpret_cast<const u8*>(row) + 2 * (plane * p.block_size + ahead.token);
 #pragma unroll
@@ -202,7 +204,7 @@ struct Ring {
             copy_16(&parts[stage].codes[k][threadIdx.x], from + k / 2 * 2 * p.block_size + k % 2 * 16, is_there);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        ahead.advance(p.block_size, rounds_of(planes));
+        ahead.advance(p.block_size, rounds);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     __device__ __forceinline__ void begin(const Params& p, const Range& range) {
