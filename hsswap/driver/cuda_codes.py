@@ -25,15 +25,16 @@ from hsswap.errors import ArgumentError
 ENCODE_THREADS = 128
 ENCODE_TILE = 16  # tokens
 ENCODE_BLOCKS_AN_SM = 4
-THREADS = 256  # of codes_mass and codes_rank
+MASS_THREADS = 512
+RANK_THREADS = 256
 EXACT_THREADS = 128
 QUERIES = 4  # of a thread block of codes_mass
-MASS_BLOCKS_AN_SM = 2
-MOST_SPAN = 512  # blocks that a thread block of codes_mass takes at a time
+MOST_SPAN = MASS_THREADS  # blocks that a thread block of codes_mass takes at a time
+FEW_PAGES = 64  # whose addresses travel with the parameters
 TOGETHER = 8  # blocks that a warp of codes_mass takes at a time
 ROW_TOKENS = 16  # of two mma
 ROUND_PLANES, ROUND_BYTES = 8, 2176  # planes multiplied at a time; their weights in shared memory
-RING_BYTES = 3 * 64 * THREADS  # codes on their way in codes_mass
+RING_BYTES = 3 * 68 * MASS_THREADS  # codes on their way in codes_mass
 ALIGNMENT = 256
 
 
@@ -103,7 +104,7 @@ class _Workspace:
 
 
 def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
-    """Three kernels: exact logits of what is resident, beside it the blocks' masses; scores."""
+    """Three kernels: the blocks' masses, beside them exact logits of what is resident; scores."""
     codes, group = work.codes, work.codes.group
     queries = group.q_heads
     blocks = work.code_index.shape[0]
@@ -124,10 +125,11 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
     lists = {
         "pinned": _list(device, stream, "pinned blocks", work.resident.pinned),
         "code_index": _list(device, stream, "code index", work.code_index),
-        "pages": _pages(device, stream, codes),
+        "pages": 0 if len(codes.pages) <= FEW_PAGES else _pages(device, stream, codes),
+        "active": device.upload(stream, work.resident.active, direct=True),
     }
-    _exact(device, stream, work, space, lists["pinned"])
     _mass(device, stream, work, space, lists, span, grid)
+    _exact(device, stream, work, space, lists)
     params = struct.pack(
         "<7Q3q4i",
         space["mass"],
@@ -145,17 +147,19 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         grid.x,
         pinned_count,
     )
-    grid = Grid(-(-blocks // THREADS), group.kv_heads)
+    grid = Grid(-(-blocks // RANK_THREADS), group.kv_heads)
     shared_bytes = 8 * group.group_size
-    device.launch(stream, "codes_rank", {}, grid, Grid(THREADS), shared_bytes, params, follows=True)
+    device.launch(
+        stream, "codes_rank", {}, grid, Grid(RANK_THREADS), shared_bytes, params, follows=True
+    )
 
 
 def _spans(device: Launcher, codes: LayerCodes, blocks: int) -> tuple[int, Grid]:
     """Blocks that a thread block of codes_mass takes at a time, and its grid."""
     heads = codes.group.kv_heads
     query_groups = -(-codes.group.group_size // QUERIES)
-    most = max(1, MASS_BLOCKS_AN_SM * device.sm_count // (heads * query_groups))
-    turn = THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
+    most = max(1, device.sm_count // (heads * query_groups))
+    turn = MASS_THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
     span = min(MOST_SPAN, turn * -(-blocks // (turn * most)))
     return span, Grid(min(-(-blocks // span), most), heads, query_groups)
 
@@ -172,8 +176,9 @@ def _mass(
     codes, last = work.codes, work.last
     planes = max((codec.planes for codec in codes.codecs), default=0)
     dims = max((len(codec.bits) for codec in codes.codecs), default=0)
+    few_pages = [] if lists["pages"] else [page.address for page in codes.pages]
     params = struct.pack(
-        "<24sQqq9Q4q8i",
+        f"<24sQqq9Q4q8i{FEW_PAGES}Q",
         _tables(codes),
         work.queries.address,
         *work.queries.strides,
@@ -196,6 +201,8 @@ def _mass(
         int(work.first),
         work.memory.predicted.shape[1],
         span,
+        *few_pages,
+        *[0] * (FEW_PAGES - len(few_pages)),
     )
     shared_bytes = 4 * QUERIES * (dims + 1)  # a float a query and dim, and:
     if is_tiled(codes.block_size):  # weights, and four bytes a field of a byte
@@ -206,7 +213,9 @@ def _mass(
         raise ArgumentError(f"codes of {planes} planes need {shared_bytes} bytes of shared memory")
     kernel = "codes_mass" if is_tiled(codes.block_size) else "codes_mass_any"
     kind = format_constants(codes.group.dtype)
-    device.launch(stream, kernel, kind, grid, Grid(THREADS), shared_bytes, params, follows=True)
+    device.launch(
+        stream, kernel, kind, grid, Grid(MASS_THREADS), shared_bytes, params, follows=True
+    )
 
 
 def is_tiled(block_size: int) -> bool:
@@ -220,7 +229,11 @@ def _list(device: Launcher, stream: Stream, name: str, given: I32 | Tensor) -> i
 
 
 def _exact(
-    device: Launcher, stream: Stream, work: ScoreCodesWork, space: _Workspace, pinned: int
+    device: Launcher,
+    stream: Stream,
+    work: ScoreCodesWork,
+    space: _Workspace,
+    lists: dict[str, int],
 ) -> None:
     group, resident = work.codes.group, work.resident
     cache = resident.cache
@@ -233,8 +246,8 @@ def _exact(
         key_scales_at(group, work.codes.block_size),
         0 if cache is None else cache.owner.address,
         0 if cache is None else cache.slots.address,
-        pinned,
-        device.upload(stream, resident.active, direct=True),
+        lists["pinned"],
+        lists["active"],
         space["exact"],
         0 if cache is None else row_items(cache.owner, 4, "resident.cache.owner"),
         0 if cache is None else row_items(cache.slots, 4, "resident.cache.slots"),

@@ -3,7 +3,7 @@
 //   exact[q, j] = logsumexp of the logits of pinned block j if the cache holds it, else NaN;
 //   exact[q, pinned_count] = that of the block being filled, -inf without one
 //
-// queries [Q, dk] BF16 or FP16 with byte strides, exact [Q, pinned_count + 1] float32 in the workspace. Grid
+// It follows codes_mass, of which it reads nothing, and may run beside it. queries [Q, dk] BF16 or FP16 with byte strides, exact [Q, pinned_count + 1] float32 in the workspace. Grid
 // (pinned_count + 1, H); a warp a query of the group. Shared memory: the group's queries in float32.
 // Keys of E4M3 (E4M3 1) have scales at byte scales_at of a unit. CHUNK: 16 where keys in units divide by it. NumPy reference: hsswap.driver.host_codes._exact_logits.
 #include "codes.cuh"
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int head = blockIdx.y;
     int column = blockIdx.x;
     bool is_pinned = column < p.pinned_count;
-    follow();
+    launch_next();
     found = -1;
     for (int at = threadIdx.x; at < p.group * p.dim; at += THREADS) {
         const u8* row = p.queries + (head * p.group + at / p.dim) * p.query_stride;
@@ -140,4 +140,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             p.exact[(head * p.group + g) * (p.pinned_count + 1) + column] = value;
         }
     }
+    wait_for_last(); // so that who waits for this one waits for codes_mass too
 }

@@ -22,11 +22,11 @@
 // planes, the lanes of a quad share a pair and each takes a part of its fields. T is a multiple of 16;
 // codes_mass_any.cu is for any other.
 //
-// Shared memory: 48 KiB of codes on their way, 2,176 bytes for each 8 planes of weights and masks; 64 bytes a plane
+// Shared memory: 102 KiB of codes on their way, 2,176 bytes for each 8 planes of weights and masks; 64 bytes a plane
 // of fields, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
 #include "codes_mass.cuh"
 
-constexpr int BLOCKS_AN_SM = 2; // 128 registers a thread
+constexpr int BLOCKS_AN_SM = 1; // 128 registers a thread
 constexpr int STEPS = 4;        // of two fields a byte
 constexpr int TILE = 8;         // blocks of a warp at a time
 constexpr int ROUND = 4;        // pairs of planes
@@ -115,7 +115,7 @@ __device__ void load_fields(const Params& p, int head, int planes, const Weights
     __syncthreads();
 }
 
-// B fragments: column n of mma 0 is bytes 3 and 2 of query n / 2, of mma 1 bytes 1 and 0.
+// Weights and masks; scale[g] becomes what the lowest byte of a weight counts, to the base 2. Column n of mma 0 is bytes 3 and 2 of query n / 2, of mma 1 bytes 1 and 0.
 __device__ void make_weights(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
     int pairs = (planes + 1) / 2;
     load_fields(p, head, planes, w, scale, used);
@@ -146,6 +146,10 @@ __device__ void make_weights(const Params& p, int head, int planes, const Weight
         }
     }
     __syncthreads();
+    if (threadIdx.x < QUERIES) {
+        scale[threadIdx.x] = LOG2_E / scale[threadIdx.x];
+    }
+    __syncthreads();
 }
 
 __device__ __forceinline__ void multiply(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -172,10 +176,11 @@ struct Place {
     }
 };
 
-// A thread's own codes on their way: 16 tokens of its pair of planes, tokens 0 to 7 and 8 to 15 of the even
-// plane, then of the odd one.
+// What is on its way for a thread: 16 tokens of its pair of planes, tokens 0 to 7 and 8 to 15 of the even plane, then
+// of the odd one; and, with the last of a block, what is remembered of it.
 struct Part {
     uint4 codes[4][THREADS];
+    float correction[THREADS];
 };
 
 // 16 bytes, or zeros.
@@ -185,9 +190,16 @@ __device__ __forceinline__ void copy_16(uint4* to, const u8* from, bool is_there
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void copy_4(float* to, const float* from, bool is_there) {
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    int bytes = is_there ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+
 // STAGES parts of a head's codes in turns, asked for in the order in which they are needed.
 struct Ring {
     Part* parts;
+    int query; // the lane's, -1: none
     int planes, stage;
     Place ahead;
 
@@ -203,8 +215,13 @@ struct Ring {
             bool is_there = row != 0 && plane + k / 2 < planes;
             copy_16(&parts[stage].codes[k][threadIdx.x], from + k / 2 * 2 * p.block_size + k % 2 * 16, is_there);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        int b = range.first + i;
         ahead.advance(p.block_size, rounds);
+        if (ahead.token == 0 && ahead.turn == 0) {
+            copy_4(&parts[stage].correction[threadIdx.x], p.correction + query * p.memory_stride + b,
+                   query >= 0 && p.first == 0 && i < p.span && b < p.blocks);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     __device__ __forceinline__ void begin(const Params& p, const Range& range) {
@@ -337,38 +354,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     __shared__ Range range;
     __shared__ float scale[QUERIES];
     __shared__ int used; // steps of a round, 0 before there are weights
+    if (threadIdx.x < QUERIES) {
+        scale[threadIdx.x] = 0;
+    }
     used = 0;
-    launch_next(); // codes_rank waits for the end of this kernel
+    follow();
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
     int g = lane_index() % 4; // the lane's query
     int q = g < count ? head * p.group + first_query + g : -1;
     int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
-    Ring ring{reinterpret_cast<Part*>(shared), planes, 0, {}};
+    Ring ring{reinterpret_cast<Part*>(shared), q, planes, 0, {}};
     Weights w(p, shared + STAGES * sizeof(Part));
-    Sums all{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
-    float unit = 0;
+    __shared__ Sums sums[THREADS]; // a thread's own, for want of registers
+    sums[threadIdx.x] = {{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
     for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
-        asm volatile("cp.async.wait_all;" ::: "memory"); // what the last span asked for past its end
-        stage(p, head, first, range);
-        ring.begin(p, range);
-        if (planes > 0 && first == blockIdx.x * p.span) { // while the first codes are on their way
-            if (threadIdx.x < QUERIES) {
-                scale[threadIdx.x] = 0;
-            }
-            project(p, head, first_query, count, w.of_dim);
+        if (first == blockIdx.x * p.span && p.tables.base != nullptr) {
+            Asked asked(p, head, first);
+            Projection projection(p, head);
+            stage(p, head, first, asked, range);
+            ring.begin(p, range);
+            // While the first codes are on their way:
+            projection.run(p, head, first_query, count, w.of_dim);
             make_weights(p, head, planes, w, scale, &used);
-            unit = LOG2_E / scale[g];
+        } else {
+            asm volatile("cp.async.wait_all;" ::: "memory"); // what the last range asked for past its end
+            stage(p, head, first, Asked(p, head, first), range);
+            ring.begin(p, range);
         }
         int blocks = min(p.span, p.blocks - first);
         for (int tile = static_cast<int>(threadIdx.x) / WARP * TILE; tile < blocks; tile += TILE * WARPS) {
             int i = tile + lane_index() / 4; // the lane's block
             bool is_mine = i < blocks && q >= 0;
-            float correction = is_mine ? remembered(p, q, first + i) : 0.0f;
             Sum2 sum{-INFINITE, 0.0f};
 #pragma unroll 1
             for (int token = 0; token < p.block_size; token += 16) {
+                float unit = scale[g];
                 if (planes > 2 * ROUND) {
                     add_rounds(sum, ring, p, range, w.rounds, unit);
                     continue;
@@ -387,11 +409,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             if (is_mine) {
                 float constant = planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
                 float value = fmaf(sum.best + __log2f(sum.total), LN_2, constant);
-                settle(p, q, range, i, value, correction, all);
+                settle(p, q, range, i, value, ring.parts[ring.stage].correction[threadIdx.x], sums[threadIdx.x]);
             }
         }
     }
     // The lanes of a query together.
+    Sums all = sums[threadIdx.x];
     for (int step = 4; step < WARP; step *= 2) {
         Sums other;
         other.plain = {__shfl_xor_sync(ALL, all.plain.best, step),
@@ -402,5 +425,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     }
     finish(p, q, all);
     forget_the_rest(p, head, first_query, count);
-    wait_for_last(); // codes_exact has ended before this one ends
 }

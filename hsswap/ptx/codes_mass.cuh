@@ -6,7 +6,7 @@ struct Params {
     Tables tables;
     const u8* queries;
     i64 query_stride, element_stride; // bytes
-    const u64* pages;
+    const u64* pages;      // null: few_pages
     const int* code_index; // [B]
     const int* pinned;
     const int* chosen; // [H, entries], null: nothing was attended
@@ -17,14 +17,14 @@ struct Params {
     float4* partial;
     i64 row_bytes, memory_stride, chosen_stride, lse_stride;
     int blocks, group, block_size, pinned_count, entries, first, remembered;
-    int span; // blocks that a thread block takes at a time, SPAN at most
+    int span; // blocks that a thread block takes at a time, THREADS at most
+    u64 few_pages[64];
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int QUERIES = 4;
 constexpr int MOST_DIM = 256;
-constexpr int SPAN = 512;
 
 struct Sum {
     float best, total;
@@ -56,38 +56,60 @@ struct Sums {
 // The blocks of a thread block: where their codes of its head are (0: nowhere), as which entry the last
 // step attended them (-1: not), and whether they are pinned.
 struct Range {
-    u64 rows[SPAN];
-    short entries[SPAN];
-    u32 pins[SPAN / 32];
+    u64 rows[THREADS];
+    short entries[THREADS];
+    u32 pins[THREADS / WARP];
     int first;
 };
 
-__device__ __forceinline__ void stage(const Params& p, int head, int first, Range& range) {
-    __syncthreads(); // the last range was read by all
-    bool is_coded = p.tables.base != nullptr;
-    u64 offset = is_coded ? 2ull * p.tables.first_plane(head) * p.block_size : 0;
-    for (int i = threadIdx.x; i < p.span; i += THREADS) {
-        int index = is_coded && first + i < p.blocks ? p.code_index[first + i] : -1;
-        range.rows[i] =
-            index < 0 ? 0 : reinterpret_cast<u64>(codes_of(p.pages, p.row_bytes, index, 0, 0)) + offset;
-        range.entries[i] = -1;
+// What a thread asks of memory for a range, before anything waits.
+struct Asked {
+    int index, chosen, pinned, plane;
+    __device__ __forceinline__ Asked(const Params& p, int head, int first) {
+        int i = threadIdx.x;
+        bool is_coded = p.tables.base != nullptr;
+        index = is_coded && i < p.span && first + i < p.blocks ? p.code_index[first + i] : -1;
+        chosen = p.chosen != nullptr && i < p.entries ? p.chosen[head * p.chosen_stride + i] : -1;
+        pinned = i < p.pinned_count ? p.pinned[i] : -1;
+        plane = is_coded ? p.tables.first_plane(head) : 0;
     }
-    if (threadIdx.x < SPAN / 32) {
-        range.pins[threadIdx.x] = 0;
+};
+
+__device__ __forceinline__ void stage(const Params& p, int head, int first, const Asked& asked, Range& range) {
+    __syncthreads(); // the last range was read by all
+    int i = threadIdx.x;
+    if (asked.index >= 0) {
+        int page = asked.index / PAGE_BLOCKS;
+        u64 base = p.pages == nullptr ? p.few_pages[page] : p.pages[page];
+        range.rows[i] = base + asked.index % PAGE_BLOCKS * p.row_bytes + 2ll * asked.plane * p.block_size;
+    } else {
+        range.rows[i] = 0;
+    }
+    range.entries[i] = -1;
+    if (i < WARPS) {
+        range.pins[i] = 0;
     }
     range.first = first;
     __syncthreads();
-    for (int entry = threadIdx.x; p.chosen != nullptr && entry < p.entries; entry += THREADS) {
-        u32 i = static_cast<u32>(p.chosen[head * p.chosen_stride + entry] - first);
-        if (i < static_cast<u32>(p.span)) {
-            range.entries[i] = static_cast<short>(entry);
+    auto attended = [&](int entry, int block) {
+        u32 at = static_cast<u32>(block - first);
+        if (block >= 0 && at < static_cast<u32>(p.span)) {
+            range.entries[at] = static_cast<short>(entry);
         }
+    };
+    auto pin = [&](int block) {
+        u32 at = static_cast<u32>(block - first);
+        if (block >= 0 && at < static_cast<u32>(p.span)) {
+            atomicOr(&range.pins[at / 32], 1u << at % 32);
+        }
+    };
+    attended(i, asked.chosen);
+    pin(asked.pinned);
+    for (int entry = THREADS + i; p.chosen != nullptr && entry < p.entries; entry += THREADS) {
+        attended(entry, p.chosen[head * p.chosen_stride + entry]);
     }
-    for (int j = threadIdx.x; j < p.pinned_count; j += THREADS) {
-        u32 i = static_cast<u32>(p.pinned[j] - first);
-        if (i < static_cast<u32>(p.span)) {
-            atomicOr(&range.pins[i / 32], 1u << i % 32);
-        }
+    for (int j = THREADS + i; j < p.pinned_count; j += THREADS) {
+        pin(p.pinned[j]);
     }
     __syncthreads();
 }
@@ -154,65 +176,78 @@ __device__ __forceinline__ void forget_the_rest(const Params& p, int head, int f
     }
 }
 
-// of_dim[g][d] = sum over i of query[g][i] * query_table[d][i]; of_dim[g][most] the same with the centre.
-// 0 for queries past `count`. A row of the table a warp; ROWS of them are on their way at a time.
-__device__ __forceinline__ void project(const Params& p, int head, int first_query, int count, float* of_dim) {
-    constexpr int ROWS = 4;
-    __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
-    const Tables& tables = p.tables;
-    for (int at = threadIdx.x; at < QUERIES * tables.dim; at += THREADS) {
-        int g = at / tables.dim;
-        int i = at % tables.dim;
-        const u8* row = p.queries + (head * p.group + first_query + g) * p.query_stride;
-        queries[g][i] =
-            g < count ? half_to_float(*reinterpret_cast<const u16*>(row + i * p.element_stride)) : 0.0f;
-    }
-    __syncthreads();
-    int lane = lane_index();
-    for (int base = threadIdx.x / WARP; base <= tables.most; base += ROWS * WARPS) {
-        float sums[ROWS][QUERIES] = {};
-        for (int i = 4 * lane; i < tables.dim; i += 4 * WARP) {
-            float4 row[ROWS];
+constexpr int ROWS = 5; // of the table that a warp has on their way, 80 in all
+
+// of_dim[g][d] = sum over i of query[g][i] * table[d][i]; of_dim[g][most] the same with the centre. 0 for queries past
+// `count`. A row of the table a warp. The constructor asks for the first rows, and for queries.
+struct Projection {
+    float4 row[ROWS];
+
+    __device__ __forceinline__ void ask(const Tables& tables, int head, int base, int i) {
 #pragma unroll
-            for (int k = 0; k < ROWS; k++) {
-                int d = base + k * WARPS;
-                const float* from = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
-                row[k] = *reinterpret_cast<const float4*>(from + i);
+        for (int k = 0; k < ROWS; k++) {
+            int d = base + k * WARPS;
+            const float* from = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
+            row[k] = i < tables.dim ? *reinterpret_cast<const float4*>(from + i) : make_float4(0, 0, 0, 0);
+        }
+    }
+    __device__ __forceinline__ Projection(const Params& p, int head) {
+        ask(p.tables, head, threadIdx.x / WARP, 4 * lane_index());
+    }
+    __device__ __forceinline__ void run(const Params& p, int head, int first_query, int count, float* of_dim) {
+        __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
+        const Tables& tables = p.tables;
+        for (int at = threadIdx.x; at < QUERIES * tables.dim; at += THREADS) {
+            int g = at / tables.dim;
+            int i = at % tables.dim;
+            const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
+            queries[g][i] =
+                g < count ? half_to_float(*reinterpret_cast<const u16*>(from + i * p.element_stride)) : 0.0f;
+        }
+        __syncthreads();
+        int lane = lane_index();
+        int warp = threadIdx.x / WARP;
+        for (int base = warp; base <= tables.most; base += ROWS * WARPS) {
+            float sums[ROWS][QUERIES] = {};
+            for (int i = 4 * lane; i < (tables.dim + 127) / 128 * 128; i += 4 * WARP) {
+                if (base != warp || i != 4 * lane) {
+                    ask(tables, head, base, i);
+                }
+#pragma unroll
+                for (int g = 0; g < QUERIES; g++) {
+                    float4 query = *reinterpret_cast<const float4*>(&queries[g][i]); // times 0 past the end
+#pragma unroll
+                    for (int k = 0; k < ROWS; k++) {
+                        sums[k][g] = fmaf(query.x, row[k].x, sums[k][g]);
+                        sums[k][g] = fmaf(query.y, row[k].y, sums[k][g]);
+                        sums[k][g] = fmaf(query.z, row[k].z, sums[k][g]);
+                        sums[k][g] = fmaf(query.w, row[k].w, sums[k][g]);
+                    }
+                }
             }
 #pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                float4 query = *reinterpret_cast<const float4*>(&queries[g][i]);
+            for (int k = 0; k < ROWS; k++) {
+                // Over the lanes, a query a quarter of them at the end.
+                bool upper = (lane & 16) != 0;
 #pragma unroll
-                for (int k = 0; k < ROWS; k++) {
-                    sums[k][g] = fmaf(query.x, row[k].x, sums[k][g]);
-                    sums[k][g] = fmaf(query.y, row[k].y, sums[k][g]);
-                    sums[k][g] = fmaf(query.z, row[k].z, sums[k][g]);
-                    sums[k][g] = fmaf(query.w, row[k].w, sums[k][g]);
+                for (int g = 0; g < 2; g++) {
+                    float mine = upper ? sums[k][g + 2] : sums[k][g];
+                    float other = upper ? sums[k][g] : sums[k][g + 2];
+                    sums[k][g] = mine + __shfl_xor_sync(ALL, other, 16);
+                }
+                bool odd = (lane & 8) != 0;
+                float sum = odd ? sums[k][1] : sums[k][0];
+                sum += __shfl_xor_sync(ALL, odd ? sums[k][0] : sums[k][1], 8);
+#pragma unroll
+                for (int step = 4; step > 0; step /= 2) {
+                    sum += __shfl_xor_sync(ALL, sum, step);
+                }
+                int d = base + k * WARPS;
+                if (lane % 8 == 0 && d <= tables.most) {
+                    of_dim[lane / 8 * (tables.most + 1) + d] = sum;
                 }
             }
         }
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
-            // Over the lanes, a query an eighth of them at the end.
-            bool upper = (lane & 16) != 0;
-#pragma unroll
-            for (int g = 0; g < 2; g++) {
-                float mine = upper ? sums[k][g + 2] : sums[k][g];
-                float other = upper ? sums[k][g] : sums[k][g + 2];
-                sums[k][g] = mine + __shfl_xor_sync(ALL, other, 16);
-            }
-            bool odd = (lane & 8) != 0;
-            float sum = odd ? sums[k][1] : sums[k][0];
-            sum += __shfl_xor_sync(ALL, odd ? sums[k][0] : sums[k][1], 8);
-#pragma unroll
-            for (int step = 4; step > 0; step /= 2) {
-                sum += __shfl_xor_sync(ALL, sum, step);
-            }
-            int d = base + k * WARPS;
-            if (lane % 8 == 0 && d <= tables.most) {
-                of_dim[lane / 8 * (tables.most + 1) + d] = sum;
-            }
-        }
+        __syncthreads();
     }
-    __syncthreads();
-}
+};

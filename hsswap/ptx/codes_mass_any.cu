@@ -4,13 +4,13 @@
 // 256 bytes a plane, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
 #include "codes_mass.cuh"
 
-constexpr int BLOCKS_AN_SM = 2; // 128 registers a thread
+constexpr int BLOCKS_AN_SM = 1; // 128 registers a thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     codes_mass_any(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) float4 weights[]; // [16 P], a query a component
     __shared__ Range range;
-    launch_next(); // codes_rank waits for the end of this kernel
+    follow();
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
     int row = p.tables.most + 1;
     if (planes > 0) {
-        project(p, head, first_query, count, of_dim);
+        Projection(p, head).run(p, head, first_query, count, of_dim);
     }
     for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
         const float* from = of_dim + p.tables.dim_of(head)[k];
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int q = lane < count ? head * p.group + first_query + lane : -1;
     Sums sums{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
     for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
-        stage(p, head, first, range);
+        stage(p, head, first, Asked(p, head, first), range);
         int blocks = min(p.span, p.blocks - first);
         for (int i = threadIdx.x / WARP; i < blocks; i += WARPS) {
             const u16* codes = reinterpret_cast<const u16*>(range.rows[i]);
@@ -82,5 +82,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     }
     finish(p, q, sums);
     forget_the_rest(p, head, first_query, count);
-    wait_for_last(); // codes_exact has ended before this one ends
 }

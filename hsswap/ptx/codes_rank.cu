@@ -28,6 +28,7 @@ struct Params {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
+constexpr int QUERIES = 4; // at a time
 constexpr float UNKNOWN = -1000.0f;
 constexpr float LEAST = -690.7755f; // log of 1e-300
 
@@ -67,14 +68,24 @@ struct Worth {
     bool is_exact;
 };
 
-__device__ __forceinline__ Worth worth_of(const Params& p, int q, int b, int j) {
+__device__ __forceinline__ Worth worth_of(const Params& p, int q, int j, float mass, float correction) {
     float exact = j < 0 ? __int_as_float(0x7fc00000) : p.exact[q * (p.pinned_count + 1) + j];
-    if (exact == exact) {
-        return {exact, exact, true};
-    }
-    float mass = p.mass[static_cast<i64>(q) * p.blocks + b];
-    return {mass, mass + p.correction[q * p.memory_stride + b], false};
+    bool is_exact = exact == exact;
+    return {is_exact ? exact : mass, is_exact ? exact : mass + correction, is_exact};
 }
+
+// What codes_mass left of a block, for QUERIES queries from q on.
+struct Found {
+    float mass[QUERIES], correction[QUERIES];
+    __device__ __forceinline__ Found(const Params& p, int q, int b, int count) {
+#pragma unroll
+        for (int g = 0; g < QUERIES; g++) {
+            bool is_in = b < p.blocks && g < count;
+            mass[g] = is_in ? p.mass[static_cast<i64>(q + g) * p.blocks + b] : 0.0f;
+            correction[g] = is_in ? p.correction[(q + g) * p.memory_stride + b] : 0.0f;
+        }
+    }
+};
 
 __device__ __forceinline__ float2 total_of(const Params& p, int q) {
     Sum plain{-INFINITE, 0.0f}, corrected{-INFINITE, 0.0f};
@@ -84,8 +95,10 @@ __device__ __forceinline__ float2 total_of(const Params& p, int q) {
         corrected.add(part.z, part.w);
     }
     for (int j = lane_index(); j < p.pinned_count; j += WARP) {
-        if (p.pinned[j] >= 0) {
-            Worth worth = worth_of(p, q, p.pinned[j], j);
+        int b = p.pinned[j];
+        if (b >= 0) {
+            float mass = p.mass[static_cast<i64>(q) * p.blocks + b];
+            Worth worth = worth_of(p, q, j, mass, p.correction[q * p.memory_stride + b]);
             plain.add(worth.plain, 1.0f);
             corrected.add(worth.corrected, 1.0f);
         }
@@ -104,8 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ short pin_of[THREADS];
     int head = blockIdx.y;
     int first = blockIdx.x * THREADS;
+    int b = first + threadIdx.x;
     pin_of[threadIdx.x] = -1;
     follow();
+    Found found(p, head * p.group, b, p.group); // while the totals are made
     __syncthreads();
     for (int j = threadIdx.x; j < p.pinned_count; j += THREADS) {
         u32 i = static_cast<u32>(p.pinned[j] - first);
@@ -120,23 +135,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    int b = first + threadIdx.x;
     if (b >= p.blocks) {
         return;
     }
     int pin = pin_of[threadIdx.x];
     bool known = false;
     Sum plain{-INFINITE, 0.0f}, corrected{-INFINITE, 0.0f};
-#pragma unroll 4
-    for (int g = 0; g < p.group; g++) {
-        int q = head * p.group + g;
-        Worth worth = worth_of(p, q, b, pin);
-        known |= worth.plain != -INFINITE;
-        if (worth.is_exact) { // no other thread reads it
-            p.correction[q * p.memory_stride + b] = 0;
+    for (int base = 0; base < p.group; base += QUERIES) {
+        int q = head * p.group + base;
+        if (base > 0) {
+            found = Found(p, q, b, p.group - base);
         }
-        plain.add(worth.plain - z[g].x, 1.0f);
-        corrected.add(worth.corrected - z[g].y, 1.0f);
+#pragma unroll
+        for (int g = 0; g < QUERIES; g++) {
+            if (base + g < p.group) {
+                Worth worth = worth_of(p, q + g, pin, found.mass[g], found.correction[g]);
+                known |= worth.plain != -INFINITE;
+                if (worth.is_exact) { // no other thread reads it
+                    p.correction[(q + g) * p.memory_stride + b] = 0;
+                }
+                plain.add(worth.plain - z[base + g].x, 1.0f);
+                corrected.add(worth.corrected - z[base + g].y, 1.0f);
+            }
+        }
     }
     float unknown = UNKNOWN - (p.blocks - 1 - b);
     p.scores[head * p.score_stride + b] = known ? corrected.score(p.group) : unknown;
