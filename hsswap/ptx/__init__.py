@@ -42,7 +42,9 @@ KERNELS: dict[str, Kernel] = {
     "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),
     "select": Kernel("select.cu", "select", True),
     "trim": Kernel("trim.cu", "trim", True),
-    "select_few": Kernel("select_few.cu", "select_few", True, ({"KEYS": 2}, {"KEYS": 8})),
+    "select_few": Kernel(
+        "select_few.cu", "select_few", True, ({"KEYS": 2}, {"KEYS": 4}, {"KEYS": 8})
+    ),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     "assemble": Kernel("rounds.cu", "assemble", True),
     "round_end": Kernel("rounds.cu", "round_end", True),

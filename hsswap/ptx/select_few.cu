@@ -15,7 +15,7 @@
 #include "select_cache.cuh"
 
 #ifndef KEYS
-#define KEYS 2
+#define KEYS 2 // or 4 or 8
 #endif
 
 constexpr int LISTED = THREADS; // a candidate a thread
@@ -49,6 +49,17 @@ struct Memory {
         int* columns = order + max(p.blocks, p.count + (p.places + 3) / 4);
         cache = {columns, columns + p.places, reinterpret_cast<float*>(columns + 2 * p.places),
                  columns + 3 * p.places};
+    }
+    // Those of a thread's blocks, a byte each; there is room for whole threads.
+    __device__ __forceinline__ u64 own_marks() const {
+        const u8* from = marks + KEYS * static_cast<int>(threadIdx.x);
+        if constexpr (KEYS == 8) {
+            return *reinterpret_cast<const u64*>(from);
+        } else if constexpr (KEYS == 4) {
+            return *reinterpret_cast<const u32*>(from);
+        } else {
+            return *reinterpret_cast<const u16*>(from);
+        }
     }
     __device__ __forceinline__ void clear() {
         for (int at = threadIdx.x; at < blocks / 8; at += THREADS) {
@@ -88,8 +99,16 @@ struct Mine {
         }
 #pragma unroll
         for (int k = 0; k < KEYS; k++) {
-            values[k] = number_of(values[k]);
+            values[k] = fmaxf(values[k], __uint_as_float(0xff800000u)); // of a number and NaN the number
         }
+    }
+    __device__ __forceinline__ float largest() const {
+        float best = values[0];
+#pragma unroll
+        for (int k = 1; k < KEYS; k++) {
+            best = fmaxf(best, values[k]);
+        }
+        return best;
     }
 };
 
@@ -215,30 +234,58 @@ __device__ __forceinline__ u32 bound_of(u32 best, int k, u32* bins, u32* parts) 
     return bins[BINS];
 }
 
-// Lists the keys above the threshold, and the first equal ones, in order of blocks; returns how many. They are in place
-// after the next barrier.
-__device__ __forceinline__ int list_from(const u32 (&keys)[KEYS], Threshold threshold, const Memory& m, u32* sums) {
+// Lists the keys at or above `bound` in order of blocks, the first LISTED of them; returns how many there are. They are
+// in place after the next barrier.
+__device__ __forceinline__ int list_from(const u32 (&keys)[KEYS], u32 bound, const Memory& m, u32* sums) {
+    u32 own = 0;
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        own += keys[k] >= bound;
+    }
+    Place place = placed(own, sums);
+    u32 at = place.before;
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        if (keys[k] >= bound) {
+            if (at < LISTED) {
+                m.list[at] = keys[k];
+                m.listed[at] = Mine::block(k);
+            }
+            at++;
+        }
+    }
+    return static_cast<int>(place.total);
+}
+
+// Where too many are: the keys above the threshold and the first equal ones, `count` in all.
+__device__ void list_best(const u32 (&keys)[KEYS], const Params& p, const Memory& m, u32* bins, u32* found, u32* sums) {
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        if (Mine::block(k) < p.blocks) {
+            m.keys[Mine::block(k)] = keys[k];
+        }
+    }
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    Threshold threshold = nth_largest({nullptr, m.keys, p.blocks}, p.count, bins, found);
     u32 own = 0;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
         own += keys[k] > threshold.key ? 0x10000u : keys[k] == threshold.key ? 1u : 0u;
     }
-    Place place = placed(own, sums);
-    u32 above = place.before >> 16, equal = place.before & 0xffffu;
+    u32 before = placed(own, sums).before;
+    u32 above = before >> 16, equal = before & 0xffffu;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
         bool is_equal = keys[k] == threshold.key;
         if (keys[k] > threshold.key || (is_equal && equal < threshold.equal)) {
             u32 at = above + min(equal, threshold.equal);
-            if (at < LISTED) {
-                m.list[at] = keys[k];
-                m.listed[at] = Mine::block(k);
-            }
+            m.list[at] = keys[k];
+            m.listed[at] = Mine::block(k);
         }
         above += keys[k] > threshold.key;
         equal += is_equal;
     }
-    return static_cast<int>((place.total >> 16) + min(place.total & 0xffffu, threshold.equal));
 }
 
 // order[n]: the place that the n-th missing block takes, `wanted` of them, none that is kept. Overwrites both lists.
@@ -293,18 +340,17 @@ __device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32* 
 }
 
 // As share_left_out, in float32, of a thread's own shares. best: the largest of all. parts: WARPS pairs.
-__device__ __forceinline__ float share_out(const Mine& shares, float best, const u8* marks, int blocks, float2* parts) {
+__device__ __forceinline__ float share_out(const Mine& shares, float best, const Memory& m, int blocks, float2* parts) {
     bool is_finite = (__float_as_uint(best) & 0x7f800000u) != 0x7f800000u;
     float2 sum = {0, 0}; // over all, and over what is left out
+    u64 marks = Mine::block(0) < blocks ? m.own_marks() : 0;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
-        int block = Mine::block(k);
-        if (block < blocks) {
-            float share = shares.values[k];
-            float weight = is_finite ? __expf(share - best) : (share == best ? 1.0f : 0.0f);
-            sum.x += weight;
-            sum.y += (marks[block] & IS_CHOSEN) == 0 ? weight : 0;
-        }
+        float share = shares.values[k];
+        float weight = is_finite ? __expf(share - best) : (share == best ? 1.0f : 0.0f);
+        weight = Mine::block(k) < blocks ? weight : 0.0f;
+        sum.x += weight;
+        sum.y += (marks >> 8 * k & IS_CHOSEN) == 0 ? weight : 0.0f;
     }
 #pragma unroll
     for (int apart = WARP / 2; apart > 0; apart /= 2) {
@@ -387,23 +433,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             pins++;
         }
     }
-    u32 top_share = 0;
-#pragma unroll
-    for (int k = 0; k < KEYS; k++) {
-        top_share = max(top_share, Mine::block(k) < p.blocks ? ordered(shares.values[k]) : 0);
-    }
-    top_share = largest(top_share, words); // and a barrier
+    u32 top_share = largest(ordered(shares.largest()), words); // and a barrier
     for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
         gain(p, m, i < THREADS ? first : gain_of(p, h, i));
     }
-    u32 keys[KEYS], best = 0;
+    u32 keys[KEYS], best = 0; // best: of those that are not pinned
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
-        bool is_there = Mine::block(k) < p.blocks;
-        bool is_pinned = is_there && m.marks[Mine::block(k)] != 0;
-        keys[k] = is_there ? ordered(scores.values[k]) : 0;
-        best = is_pinned ? best : max(best, keys[k]);
-        keys[k] = is_pinned ? PINNED : keys[k];
+        keys[k] = ordered(scores.values[k]);
+    }
+    bool is_plain = Mine::block(KEYS) <= p.blocks && m.own_marks() == 0;
+    if (is_plain) {
+        best = ordered(scores.largest());
+    } else {
+#pragma unroll
+        for (int k = 0; k < KEYS; k++) {
+            bool is_there = Mine::block(k) < p.blocks;
+            bool is_pinned = is_there && m.marks[Mine::block(k)] != 0;
+            best = is_there && !is_pinned ? max(best, keys[k]) : best;
+            keys[k] = is_pinned ? PINNED : is_there ? keys[k] : 0;
+        }
     }
     int taken = -1; // the place of this thread's chosen block
     int block = -1, at = 0;
@@ -411,22 +460,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (p.count != 0) {
         int k = p.count - static_cast<int>(placed(static_cast<u32>(pins), words + WARPS).total);
         u32 bound = k == 0 ? PINNED : bound_of(best, k, bins, words + 2 * WARPS);
-        Threshold threshold{max(bound, 1u), 0xffffu};
-        int count = list_from(keys, threshold, m, words + 4 * WARPS);
+        int count = list_from(keys, max(bound, 1u), m, words + 4 * WARPS);
         if (count > LISTED) { // many equal scores
-#pragma unroll
-            for (int k2 = 0; k2 < KEYS; k2++) {
-                if (Mine::block(k2) < p.blocks) {
-                    m.keys[Mine::block(k2)] = keys[k2];
-                }
-            }
-            bins[threadIdx.x] = 0;
-            __syncthreads();
-            threshold = nth_largest({nullptr, m.keys, p.blocks}, p.count, bins, found);
-            count = list_from(keys, threshold, m, words + 5 * WARPS);
+            list_best(keys, p, m, bins, found, words + 5 * WARPS);
+            count = p.count;
         }
         __syncthreads();
-        threshold = {1, 0xffffu};
+        Threshold threshold{1, 0xffffu};
         if (count > p.count) {
             threshold = cut(m.list, count, p.count, bound, PINNED, words + 6 * WARPS);
         }
@@ -474,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         p.used[h * p.used_stride + place] = cache.used[place];
     }
     float best_share = __uint_as_float((top_share & 0x80000000u) != 0 ? top_share ^ 0x80000000u : ~top_share);
-    float share = share_out(shares, best_share, m.marks, p.blocks, parts);
+    float share = share_out(shares, best_share, m, p.blocks, parts);
     if (threadIdx.x == 0) {
         p.left_out[h * p.left_out_stride] = share;
         if (p.steps != nullptr) {

@@ -176,7 +176,7 @@ def test_random_steps_follow_the_model(rig: Rig, seed: int) -> None:
         selector.last = (chosen, mass)
 
 
-@pytest.mark.parametrize("blocks", [900, 1025, 5000, 9000])
+@pytest.mark.parametrize("blocks", [900, 1025, 3001, 5000, 9000])
 @pytest.mark.parametrize("kind", ["normal", "coarse", "equal", "one apart"])
 def test_long_lists_follow_the_model(rig: Rig, blocks: int, kind: str) -> None:
     """Lists of more candidates than a kernel keeps, and fewer; pins among them; many victims."""
