@@ -178,7 +178,7 @@ def _mass(
     dims = max((len(codec.bits) for codec in codes.codecs), default=0)
     few_pages = [] if lists["pages"] else [page.address for page in codes.pages]
     params = struct.pack(
-        f"<24sQqq9Q4q8i{FEW_PAGES}Q",
+        f"<24sQqq9Q4q8i{8 * FEW_PAGES}s",
         _tables(codes),
         work.queries.address,
         *work.queries.strides,
@@ -201,8 +201,7 @@ def _mass(
         int(work.first),
         work.memory.predicted.shape[1],
         span,
-        *few_pages,
-        *[0] * (FEW_PAGES - len(few_pages)),
+        struct.pack(f"<{len(few_pages)}Q", *few_pages),
     )
     shared_bytes = 4 * QUERIES * (dims + 1)  # a float a query and dim, and:
     if is_tiled(codes.block_size):  # weights, and four bytes a field of a byte

@@ -140,5 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             p.exact[(head * p.group + g) * (p.pinned_count + 1) + column] = value;
         }
     }
-    wait_for_last(); // so that who waits for this one waits for codes_mass too
+    if (blockIdx.x == 0 && blockIdx.y == 0) { // one is enough, and others make room
+        wait_for_last(); // so that who waits for this kernel waits for codes_mass too
+    }
 }
