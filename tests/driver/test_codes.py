@@ -239,6 +239,29 @@ def test_scores_are_logs_of_shares(
     assert np.abs(scores - wanted).max() < 2 * tolerance  # a mass less the sum of all
 
 
+def test_more_blocks_than_a_gpu_takes_at_a_time(rig: Rig) -> None:
+    case = Case(rig, LayerGroup(1, 8, 8, 16), 16, 40, [1, 2] * 4)
+    case.encode()
+    blocks = 9001
+    which = case.rng.integers(0, 40, blocks)
+    work = case.work()
+    work = replace(
+        work,
+        code_index=case.index[which],
+        memory=ScoreMemory(*(rig.tensor(np.full((8, blocks), np.nan, np.float32)) for _ in "ab")),
+        scores=rig.tensor(np.full((8, blocks), np.nan, np.float32)),
+        uncorrected=rig.tensor(np.full((8, blocks), np.nan, np.float32)),
+    )
+    scores = case.score(work)
+    queries = work.queries.array()
+    mass = case.log_mass(queries)[:, which]
+    tolerance = case.tolerance(queries)
+    assert np.abs(work.memory.predicted.array() - mass).max() < tolerance
+    wanted = _log_share(mass, np.full((8, 1), -np.inf), 1)
+    # Beside what a mass errs by, a float32 sum of so many shares.
+    assert np.abs(scores - wanted).max() < 2 * tolerance + 2.0**-20
+
+
 def test_permuting_blocks_permutes_scores(rig: Rig) -> None:
     case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 50, [3, 4])
     case.encode()
