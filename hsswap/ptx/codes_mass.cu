@@ -85,6 +85,7 @@ __device__ __forceinline__ u32 digit(int weight, int which) {
 __device__ void load_fields(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
     int pairs = (planes + 1) / 2;
     u32 largest[QUERIES] = {};
+#pragma unroll 1
     for (int at = threadIdx.x; at < 2 * planes * FIELDS; at += THREADS) {
         u32 field = p.tables.fields(head)[at];
         w.fields[at] = field;
@@ -119,6 +120,7 @@ __device__ void load_fields(const Params& p, int head, int planes, const Weights
 __device__ void make_weights(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
     int pairs = (planes + 1) / 2;
     load_fields(p, head, planes, w, scale, used);
+#pragma unroll 1
     for (int at = threadIdx.x; at < rounds_of(planes) * STEPS * WARP * 2; at += THREADS) {
         int mma = at % 2;
         int lane = at / 2 % WARP;
@@ -413,16 +415,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             }
         }
     }
-    // The lanes of a query together.
     Sums all = sums[threadIdx.x];
-    for (int step = 4; step < WARP; step *= 2) {
-        Sums other;
-        other.plain = {__shfl_xor_sync(ALL, all.plain.best, step),
-                       __shfl_xor_sync(ALL, all.plain.total, step)};
-        other.corrected = {__shfl_xor_sync(ALL, all.corrected.best, step),
-                           __shfl_xor_sync(ALL, all.corrected.total, step)};
-        all.merge(other);
-    }
-    finish(p, q, all);
+    over_lanes(all, QUERIES, WARP); // those of a query
+    finish(p, head, first_query, count, all);
     forget_the_rest(p, head, first_query, count);
 }

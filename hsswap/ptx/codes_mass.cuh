@@ -105,9 +105,11 @@ __device__ __forceinline__ void stage(const Params& p, int head, int first, cons
     };
     attended(i, asked.chosen);
     pin(asked.pinned);
+#pragma unroll 1
     for (int entry = THREADS + i; p.chosen != nullptr && entry < p.entries; entry += THREADS) {
         attended(entry, p.chosen[head * p.chosen_stride + entry]);
     }
+#pragma unroll 1
     for (int j = THREADS + i; j < p.pinned_count; j += THREADS) {
         pin(p.pinned[j]);
     }
@@ -146,30 +148,44 @@ __device__ __forceinline__ void settle(const Params& p, int q, const Range& rang
     }
 }
 
-// The sums of all warps' leaders to partial; q is -1 in lanes without a query.
-__device__ __forceinline__ void finish(const Params& p, int q, Sums own) {
+// Of several lanes, of equal lane number in each `from` of them.
+__device__ __forceinline__ void over_lanes(Sums& own, int from, int to) {
+#pragma unroll 1
+    for (int step = from; step < to; step *= 2) {
+        Sums other;
+        other.plain = {__shfl_xor_sync(ALL, own.plain.best, step), __shfl_xor_sync(ALL, own.plain.total, step)};
+        other.corrected = {__shfl_xor_sync(ALL, own.corrected.best, step),
+                           __shfl_xor_sync(ALL, own.corrected.total, step)};
+        own.merge(other);
+    }
+}
+
+// The sums of all warps to partial. own: in lane g that of query first_query + g of the group.
+__device__ __forceinline__ void finish(const Params& p, int head, int first_query, int count, const Sums& own) {
     __shared__ Sums sums[QUERIES][WARPS];
     int warp = threadIdx.x / WARP;
-    int g = lane_index();
-    if (g < QUERIES) {
-        sums[g][warp] = own;
+    int lane = lane_index();
+    if (lane < QUERIES) {
+        sums[lane][warp] = own;
     }
     __syncthreads();
-    if (warp > 0 || g >= QUERIES || q < 0) {
+    if (warp >= count) {
         return;
     }
-    Sums all = sums[g][0];
-    for (int w = 1; w < WARPS; w++) {
-        all.merge(sums[g][w]);
+    Sums all = sums[warp][lane % WARPS];
+    over_lanes(all, 1, WARPS);
+    if (lane == 0) {
+        p.partial[(head * p.group + first_query + warp) * gridDim.x + blockIdx.x] =
+            make_float4(all.plain.best, all.plain.total, all.corrected.best, all.corrected.total);
     }
-    p.partial[q * gridDim.x + blockIdx.x] =
-        make_float4(all.plain.best, all.plain.total, all.corrected.best, all.corrected.total);
 }
 
 // What is remembered past the blocks begins with the first step, too.
 __device__ __forceinline__ void forget_the_rest(const Params& p, int head, int first_query, int count) {
     int rest = p.first ? p.remembered - p.blocks : 0;
+#pragma unroll 1
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < rest; i += gridDim.x * THREADS) {
+#pragma unroll 1
         for (int g = 0; g < count; g++) {
             p.correction[(head * p.group + first_query + g) * p.memory_stride + p.blocks + i] = 0;
         }
@@ -197,6 +213,7 @@ struct Projection {
     __device__ __forceinline__ void run(const Params& p, int head, int first_query, int count, float* of_dim) {
         __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
         const Tables& tables = p.tables;
+#pragma unroll 1
         for (int at = threadIdx.x; at < QUERIES * tables.dim; at += THREADS) {
             int g = at / tables.dim;
             int i = at % tables.dim;
@@ -207,6 +224,7 @@ struct Projection {
         __syncthreads();
         int lane = lane_index();
         int warp = threadIdx.x / WARP;
+#pragma unroll 1
         for (int base = warp; base <= tables.most; base += ROWS * WARPS) {
             float sums[ROWS][QUERIES] = {};
             for (int i = 4 * lane; i < (tables.dim + 127) / 128 * 128; i += 4 * WARP) {

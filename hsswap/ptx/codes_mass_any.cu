@@ -80,6 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             }
         }
     }
-    finish(p, q, sums);
+    finish(p, head, first_query, count, sums);
     forget_the_rest(p, head, first_query, count);
 }

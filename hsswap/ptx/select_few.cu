@@ -62,9 +62,11 @@ struct Memory {
         }
     }
     __device__ __forceinline__ void clear() {
+#pragma unroll 1
         for (int at = threadIdx.x; at < blocks / 8; at += THREADS) {
             reinterpret_cast<uint4*>(place_of)[at] = make_uint4(~0u, ~0u, ~0u, ~0u);
         }
+#pragma unroll 1
         for (int at = threadIdx.x; at < blocks / 16; at += THREADS) {
             reinterpret_cast<uint4*>(marks)[at] = make_uint4(0, 0, 0, 0);
         }
@@ -168,6 +170,7 @@ __device__ Threshold cut(const u32* keys, int count, u32 n, u32 low, u32 high, u
         auto threshold = [&](u32 i) { return i < high - low && i * step < high - low ? low + i * step : high; };
         u32 mine = threshold(warp + 1);
         u32 found = 0;
+#pragma unroll 4
         for (int at = lane_index(); at < count; at += WARP) {
             found += keys[at] >= mine;
         }
@@ -291,6 +294,7 @@ __device__ void list_best(const u32 (&keys)[KEYS], const Params& p, const Memory
 // order[n]: the place that the n-th missing block takes, `wanted` of them, none that is kept. Overwrites both lists.
 __device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32* counts, int* listed) {
     const Cache& cache = m.cache;
+#pragma unroll 1
     for (int base = 0; base < p.places; base += THREADS) {
         int place = base + threadIdx.x;
         bool is_in = place < p.places && m.kept[place] == 0;
@@ -321,6 +325,7 @@ __device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32* 
             u32 key = m.list[mine];
             int place = m.listed[mine];
             u32 before = 0;
+#pragma unroll 1
             for (int other = lane_index(); other < count; other += WARP) {
                 u32 theirs = m.list[other];
                 before += theirs > key;
@@ -346,11 +351,12 @@ __device__ __forceinline__ float share_out(const Mine& shares, float best, const
     u64 marks = Mine::block(0) < blocks ? m.own_marks() : 0;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
-        float share = shares.values[k];
-        float weight = is_finite ? __expf(share - best) : (share == best ? 1.0f : 0.0f);
-        weight = Mine::block(k) < blocks ? weight : 0.0f;
+        float weight = __expf(shares.values[k] - best); // past the last block 0
+        if (!is_finite) {
+            weight = shares.values[k] == best && Mine::block(k) < blocks ? 1.0f : 0.0f;
+        }
         sum.x += weight;
-        sum.y += (marks >> 8 * k & IS_CHOSEN) == 0 ? weight : 0.0f;
+        sum.y += (static_cast<u32>(marks >> 32 * (k / 4)) & IS_CHOSEN << 8 * (k % 4)) == 0 ? weight : 0.0f;
     }
 #pragma unroll
     for (int apart = WARP / 2; apart > 0; apart /= 2) {
@@ -381,6 +387,7 @@ __device__ __forceinline__ void gain(const Params& p, const Memory& m, Gain gain
             m.cache.mass[place] += gained.mass;
         }
     } else if (gained.block >= 0) { // of a sequence that was cut back since
+#pragma unroll 1
         for (int place = 0; place < p.places; place++) {
             if (m.cache.owner[place] == gained.block) {
                 m.cache.mass[place] += gained.mass;
@@ -417,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int step = p.steps == nullptr ? p.step : p.steps[h];
     load_cache(p, h, step, cache);
     __syncthreads(); // cleared
+#pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         int owner = cache.owner[place];
         if (owner >= 0 && owner < p.blocks) {
@@ -427,6 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         m.marks[pinned] = IS_PINNED;
         pins++;
     }
+#pragma unroll 1
     for (int j = THREADS + threadIdx.x; j < p.pinned_count; j += THREADS) {
         if (p.pinned[j] >= 0) {
             m.marks[p.pinned[j]] = IS_PINNED;
@@ -434,6 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     u32 top_share = largest(ordered(shares.largest()), words); // and a barrier
+#pragma unroll 1
     for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
         gain(p, m, i < THREADS ? first : gain_of(p, h, i));
     }
@@ -508,6 +518,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         p.missing[h * p.missing_stride + at] = is_missing;
     }
     __syncthreads();
+#pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         p.owner[h * p.owner_stride + place] = cache.owner[place];
         p.mass[h * p.mass_stride + place] = cache.mass[place];
