@@ -193,3 +193,13 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
     parts += [counts, (np.cumsum(counts) - counts).astype(np.int32)]
     raw = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)
     return np.frombuffer(raw, np.uint8)
+
+
+def table_offsets(heads: int, dim: int, most: int, planes: int) -> tuple[int, ...]:
+    """Where the parts of :func:`table_bytes` begin, for H, dk, M and P."""
+    by_dim, bits = 4 * heads * dim * most, 16 * heads * planes
+    sizes = (by_dim, 4 * heads * most, by_dim, 4 * heads * dim, heads * most, bits, bits, 4 * bits)
+    offsets = [0]
+    for nbytes in (*sizes, 4 * heads):
+        offsets.append(offsets[-1] + -(-nbytes // 16) * 16)
+    return tuple(offsets)

@@ -8,7 +8,12 @@ import numpy as np
 
 from hsswap.codec import PLANE_BITS
 from hsswap.driver.base import Stream
-from hsswap.driver.codes_operations import EncodeCodesWork, LayerCodes, ScoreCodesWork
+from hsswap.driver.codes_operations import (
+    EncodeCodesWork,
+    LayerCodes,
+    ScoreCodesWork,
+    table_offsets,
+)
 from hsswap.driver.cuda_operations import WARP, chunk_of, contiguous_address, row_items
 from hsswap.driver.cuda_seam import (
     Grid,
@@ -39,17 +44,15 @@ ALIGNMENT = 256
 
 
 def _tables(codes: LayerCodes) -> bytes:
-    """The struct ``Tables`` of codes.cuh, 24 bytes."""
+    """The struct ``Tables`` of codes.cuh, 96 bytes."""
+    heads, dim = codes.group.kv_heads, codes.group.head_dim
     if codes.tables is None:
-        return struct.pack("<Qiiii", 0, codes.group.kv_heads, codes.group.head_dim, 0, 0)
-    return struct.pack(
-        "<Qiiii",
-        contiguous_address(codes.tables, 1, "tables"),
-        codes.group.kv_heads,
-        codes.group.head_dim,
-        max(len(codec.bits) for codec in codes.codecs),
-        max(codec.planes for codec in codes.codecs),
-    )
+        return struct.pack("<10Q4i", *[0] * 10, heads, dim, 0, 0)
+    most = max(len(codec.bits) for codec in codes.codecs)
+    planes = max(codec.planes for codec in codes.codecs)
+    base = contiguous_address(codes.tables, 1, "tables")
+    parts = [base + offset for offset in table_offsets(heads, dim, most, planes)]
+    return struct.pack("<10Q4i", *parts, heads, dim, most, planes)
 
 
 def _pages(device: Launcher, stream: Stream, codes: LayerCodes) -> int:
@@ -66,7 +69,7 @@ def encode(device: Launcher, stream: Stream, work: EncodeCodesWork) -> None:
     if not pairs:
         return
     params = struct.pack(
-        "<Q24sQQQqqqqii",
+        "<Q96sQQQqqqqii",
         blocks.memory.address,
         _tables(into),
         _pages(device, stream, into),
@@ -178,7 +181,7 @@ def _mass(
     dims = max((len(codec.bits) for codec in codes.codecs), default=0)
     few_pages = [] if lists["pages"] else [page.address for page in codes.pages]
     params = struct.pack(
-        f"<24sQqq9Q4q8i{8 * FEW_PAGES}s",
+        f"<96sQqq9Q4q8i{8 * FEW_PAGES}s",
         _tables(codes),
         work.queries.address,
         *work.queries.strides,

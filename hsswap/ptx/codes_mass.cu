@@ -366,13 +366,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int count = min(QUERIES, p.group - first_query);
     int g = lane_index() % 4; // the lane's query
     int q = g < count ? head * p.group + first_query + g : -1;
-    int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
+    int planes = p.tables.are_there() ? p.tables.plane_count(head) : 0;
     Ring ring{reinterpret_cast<Part*>(shared), q, planes, 0, {}};
     Weights w(p, shared + STAGES * sizeof(Part));
     __shared__ Sums sums[THREADS]; // a thread's own, for want of registers
     sums[threadIdx.x] = {{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
     for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
-        if (first == blockIdx.x * p.span && p.tables.base != nullptr) {
+        if (first == blockIdx.x * p.span && p.tables.are_there()) {
             Asked asked(p, head, first);
             Projection projection(p, head);
             stage(p, head, first, asked, range);

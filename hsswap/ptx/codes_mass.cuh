@@ -67,7 +67,7 @@ struct Asked {
     int index, chosen, pinned, plane;
     __device__ __forceinline__ Asked(const Params& p, int head, int first) {
         int i = threadIdx.x;
-        bool is_coded = p.tables.base != nullptr;
+        bool is_coded = p.tables.are_there();
         index = is_coded && i < p.span && first + i < p.blocks ? p.code_index[first + i] : -1;
         chosen = p.chosen != nullptr && i < p.entries ? p.chosen[head * p.chosen_stride + i] : -1;
         pinned = i < p.pinned_count ? p.pinned[i] : -1;
@@ -213,13 +213,15 @@ struct Projection {
     __device__ __forceinline__ void run(const Params& p, int head, int first_query, int count, float* of_dim) {
         __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
         const Tables& tables = p.tables;
-#pragma unroll 1
-        for (int at = threadIdx.x; at < QUERIES * tables.dim; at += THREADS) {
-            int g = at / tables.dim;
-            int i = at % tables.dim;
-            const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
-            queries[g][i] =
-                g < count ? half_to_float(*reinterpret_cast<const u16*>(from + i * p.element_stride)) : 0.0f;
+        int own = threadIdx.x; // a dim, to the end of the last step with zeros
+        if (own < MOST_DIM) {
+#pragma unroll
+            for (int g = 0; g < QUERIES; g++) {
+                const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
+                bool is_in = g < count && own < tables.dim;
+                queries[g][own] =
+                    is_in ? half_to_float(*reinterpret_cast<const u16*>(from + own * p.element_stride)) : 0.0f;
+            }
         }
         __syncthreads();
         int lane = lane_index();

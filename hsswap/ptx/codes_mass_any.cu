@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
-    int planes = p.tables.base == nullptr ? 0 : p.tables.plane_count(head);
+    int planes = p.tables.are_there() ? p.tables.plane_count(head) : 0;
     float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
     int row = p.tables.most + 1;
     if (planes > 0) {
