@@ -4,7 +4,7 @@
 //   exact[q, pinned_count] = that of the block being filled, -inf without one
 //
 // It follows codes_mass, of which it reads nothing, and may run beside it. queries [Q, dk] BF16 or FP16 with byte strides, exact [Q, pinned_count + 1] float32 in the workspace. Grid
-// (pinned_count + 1, H); a warp a query of the group. Shared memory: the group's queries in float32.
+// (pinned_count + 1, H); a warp a query of the group in turns. Shared memory: the group's queries in float32.
 // Keys of E4M3 (E4M3 1) have scales at byte scales_at of a unit. CHUNK: 16 where keys in units divide by it. NumPy reference: hsswap.driver.host_codes._exact_logits.
 #include "codes.cuh"
 #include "e4m3.cuh"
@@ -28,7 +28,7 @@ struct Params {
     float scale, soft_cap;
 };
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 64;
 constexpr int WARPS = THREADS / WARP;
 
 // Eight elements of a key, without its scale.

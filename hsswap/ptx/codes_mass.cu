@@ -81,13 +81,13 @@ __device__ __forceinline__ u32 digit(int weight, int which) {
     return static_cast<u32>(weight + carry) >> 8 * which & 0xffu;
 }
 
-// Fields into shared memory; scale[g]: what weights are multiplied by; used: the most steps of any round.
-__device__ void load_fields(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
+// Fields into shared memory, the first one of a thread is there; scale[g]: what weights are multiplied by; used: the most steps of any round.
+__device__ void load_fields(const Params& p, int head, int planes, const Weights& w, u32 first, float* scale, int* used) {
     int pairs = (planes + 1) / 2;
     u32 largest[QUERIES] = {};
 #pragma unroll 1
     for (int at = threadIdx.x; at < 2 * planes * FIELDS; at += THREADS) {
-        u32 field = p.tables.fields(head)[at];
+        u32 field = at < THREADS ? first : p.tables.fields(head)[at];
         w.fields[at] = field;
         if (field != 0) {
             int pair = at / FIELDS / 4;
@@ -117,9 +117,10 @@ __device__ void load_fields(const Params& p, int head, int planes, const Weights
 }
 
 // Weights and masks; scale[g] becomes what the lowest byte of a weight counts, to the base 2. Column n of mma 0 is bytes 3 and 2 of query n / 2, of mma 1 bytes 1 and 0.
-__device__ void make_weights(const Params& p, int head, int planes, const Weights& w, float* scale, int* used) {
+__device__ void make_weights(const Params& p, int head, int planes, const Weights& w, u32 first, float* scale,
+                             int* used) {
     int pairs = (planes + 1) / 2;
-    load_fields(p, head, planes, w, scale, used);
+    load_fields(p, head, planes, w, first, scale, used);
 #pragma unroll 1
     for (int at = threadIdx.x; at < rounds_of(planes) * STEPS * WARP * 2; at += THREADS) {
         int mma = at % 2;
@@ -130,16 +131,18 @@ __device__ void make_weights(const Params& p, int head, int planes, const Weight
         int which = 3 - 2 * mma - lane / 4 % 2;
         Share share(round * ROUND, pairs, lane % 4);
         u32 parts[2] = {}, masks[2] = {};
+#pragma unroll 1
+        for (int byte = 0; byte < 4; byte++) {
+            bool is_there = 2 * share.pair + byte / 2 < planes;
+            const u32* fields = w.fields + (4 * share.pair + byte) * FIELDS;
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            int half = k / 4;
-            int byte = k % 4;
-            int number = (2 * step + half) * share.ways + share.way;
-            bool is_there = number < FIELDS && 2 * share.pair + byte / 2 < planes;
-            u32 field = is_there ? w.fields[(4 * share.pair + byte) * FIELDS + number] : 0;
-            int weight = field == 0 ? 0 : __float2int_rn(w.of_field(g, field) * scale[g]);
-            parts[half] |= digit(weight, which) << 8 * byte;
-            masks[half] |= (field & 0xff) << 8 * byte;
+            for (int half = 0; half < 2; half++) {
+                int number = (2 * step + half) * share.ways + share.way;
+                u32 field = is_there && number < FIELDS ? fields[number] : 0;
+                int weight = field == 0 ? 0 : __float2int_rn(w.of_field(g, field) * scale[g]);
+                parts[half] |= digit(weight, which) << 8 * byte;
+                masks[half] |= (field & 0xff) << 8 * byte;
+            }
         }
         uint2* to = reinterpret_cast<uint2*>(&w.rounds[round].weights[step][lane]);
         to[mma] = make_uint2(parts[0], parts[1]);
@@ -228,6 +231,7 @@ struct Ring {
     }
     __device__ __forceinline__ void begin(const Params& p, const Range& range) {
         ahead = {static_cast<int>(threadIdx.x) / WARP * TILE, 0, 0};
+#pragma unroll 1
         for (int k = 0; k < STAGES - 1; k++) {
             ask(p, range);
         }
@@ -374,12 +378,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
         if (first == blockIdx.x * p.span && p.tables.are_there()) {
             Asked asked(p, head, first);
-            Projection projection(p, head);
+            Projection projection(p, head, first_query, count);
+            u32 field = threadIdx.x < 2 * p.tables.planes * FIELDS ? p.tables.fields(head)[threadIdx.x] : 0;
             stage(p, head, first, asked, range);
             ring.begin(p, range);
             // While the first codes are on their way:
-            projection.run(p, head, first_query, count, w.of_dim);
-            make_weights(p, head, planes, w, scale, &used);
+            projection.run(p, head, w.of_dim);
+            make_weights(p, head, planes, w, field, scale, &used);
         } else {
             asm volatile("cp.async.wait_all;" ::: "memory"); // what the last range asked for past its end
             stage(p, head, first, Asked(p, head, first), range);

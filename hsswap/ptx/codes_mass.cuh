@@ -198,6 +198,7 @@ constexpr int ROWS = 5; // of the table that a warp has on their way, 80 in all
 // `count`. A row of the table a warp. The constructor asks for the first rows, and for queries.
 struct Projection {
     float4 row[ROWS];
+    u16 own[QUERIES]; // a dim of each query, as it lies in memory
 
     __device__ __forceinline__ void ask(const Tables& tables, int head, int base, int i) {
 #pragma unroll
@@ -207,20 +208,26 @@ struct Projection {
             row[k] = i < tables.dim ? *reinterpret_cast<const float4*>(from + i) : make_float4(0, 0, 0, 0);
         }
     }
-    __device__ __forceinline__ Projection(const Params& p, int head) {
+    __device__ __forceinline__ Projection(const Params& p, int head, int first_query, int count) {
         ask(p.tables, head, threadIdx.x / WARP, 4 * lane_index());
+        int i = threadIdx.x;
+#pragma unroll
+        for (int g = 0; g < QUERIES; g++) {
+            const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
+            bool is_in = g < count && i < p.tables.dim;
+            own[g] = 0;
+            if (is_in) {
+                own[g] = *reinterpret_cast<const u16*>(from + i * p.element_stride);
+            }
+        }
     }
-    __device__ __forceinline__ void run(const Params& p, int head, int first_query, int count, float* of_dim) {
-        __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
+    __device__ __forceinline__ void run(const Params& p, int head, float* of_dim) {
+        __shared__ __align__(16) float queries[QUERIES][MOST_DIM]; // to the end of the last step with zeros
         const Tables& tables = p.tables;
-        int own = threadIdx.x; // a dim, to the end of the last step with zeros
-        if (own < MOST_DIM) {
+        if (threadIdx.x < MOST_DIM) {
 #pragma unroll
             for (int g = 0; g < QUERIES; g++) {
-                const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
-                bool is_in = g < count && own < tables.dim;
-                queries[g][own] =
-                    is_in ? half_to_float(*reinterpret_cast<const u16*>(from + own * p.element_stride)) : 0.0f;
+                queries[g][threadIdx.x] = half_to_float(own[g]);
             }
         }
         __syncthreads();

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
     int row = p.tables.most + 1;
     if (planes > 0) {
-        Projection(p, head).run(p, head, first_query, count, of_dim);
+        Projection(p, head, first_query, count).run(p, head, of_dim);
     }
     for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
         const float* from = of_dim + p.tables.dim_of(head)[k];

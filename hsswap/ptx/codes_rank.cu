@@ -62,7 +62,7 @@ struct Sum {
     }
 };
 
-// What pinned block j is worth to query q, without and with its correction.
+// What a block, pinned block j or -1, is worth to query q, without and with its correction.
 struct Worth {
     float plain, corrected;
     bool is_exact;
@@ -87,26 +87,47 @@ struct Found {
     }
 };
 
-__device__ __forceinline__ float2 total_of(const Params& p, int q) {
+// What a lane asks of memory for the total of a query, before anything waits: its first items.
+struct Asked {
+    float4 part;
+    int pinned;
+    float exact, beside;
+
+    __device__ __forceinline__ Asked(const Params& p, int q) {
+        int lane = lane_index();
+        const float* of_query = p.exact + q * (p.pinned_count + 1);
+        part = lane < p.parts ? p.partial[q * p.parts + lane] : make_float4(-INFINITE, 0, -INFINITE, 0);
+        pinned = lane < p.pinned_count ? p.pinned[lane] : -1;
+        exact = lane < p.pinned_count ? of_query[lane] : 0.0f;
+        beside = of_query[p.pinned_count];
+    }
+};
+
+__device__ __forceinline__ float2 total_of(const Params& p, int q, const Asked& asked) {
     Sum plain{-INFINITE, 0.0f}, corrected{-INFINITE, 0.0f};
+#pragma unroll 1
     for (int x = lane_index(); x < p.parts; x += WARP) {
-        float4 part = p.partial[q * p.parts + x];
+        float4 part = x < WARP ? asked.part : p.partial[q * p.parts + x];
         plain.add(part.x, part.y);
         corrected.add(part.z, part.w);
     }
+#pragma unroll 1
     for (int j = lane_index(); j < p.pinned_count; j += WARP) {
-        int b = p.pinned[j];
+        int b = j < WARP ? asked.pinned : p.pinned[j];
+        float exact = j < WARP ? asked.exact : p.exact[q * (p.pinned_count + 1) + j];
+        float with_correction = exact;
+        if (exact != exact && b >= 0) { // not held: asks for more, which is rare
+            exact = p.mass[static_cast<i64>(q) * p.blocks + b];
+            with_correction = exact + p.correction[q * p.memory_stride + b];
+        }
         if (b >= 0) {
-            float mass = p.mass[static_cast<i64>(q) * p.blocks + b];
-            Worth worth = worth_of(p, q, j, mass, p.correction[q * p.memory_stride + b]);
-            plain.add(worth.plain, 1.0f);
-            corrected.add(worth.corrected, 1.0f);
+            plain.add(exact, 1.0f);
+            corrected.add(with_correction, 1.0f);
         }
     }
     if (lane_index() == 0) {
-        float beside = p.exact[q * (p.pinned_count + 1) + p.pinned_count];
-        plain.add(beside, 1.0f);
-        corrected.add(beside, 1.0f);
+        plain.add(asked.beside, 1.0f);
+        corrected.add(asked.beside, 1.0f);
     }
     return make_float2(plain.over_warp(), corrected.over_warp());
 }
@@ -120,16 +141,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int b = first + threadIdx.x;
     pin_of[threadIdx.x] = -1;
     follow();
-    Found found(p, head * p.group, b, p.group); // while the totals are made
+    Found found(p, head * p.group, b, p.group);
+    int warp = threadIdx.x / WARP;
+    Asked asked(p, head * p.group + min(warp, p.group - 1));
+    int pinned = threadIdx.x < p.pinned_count ? p.pinned[threadIdx.x] : -1;
     __syncthreads();
+#pragma unroll 1
     for (int j = threadIdx.x; j < p.pinned_count; j += THREADS) {
-        u32 i = static_cast<u32>(p.pinned[j] - first);
+        u32 i = static_cast<u32>((j < THREADS ? pinned : p.pinned[j]) - first);
         if (i < THREADS) {
             pin_of[i] = static_cast<short>(j);
         }
     }
-    for (int g = threadIdx.x / WARP; g < p.group; g += WARPS) {
-        float2 total = total_of(p, head * p.group + g);
+#pragma unroll 1
+    for (int g = warp; g < p.group; g += WARPS) {
+        if (g >= WARPS) {
+            asked = Asked(p, head * p.group + g);
+        }
+        float2 total = total_of(p, head * p.group + g, asked);
         if (lane_index() == 0) {
             z[g] = total;
         }

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Keys scores{p.scores + h * p.score_stride, kept, p.blocks};
     follow();
     int step = p.steps == nullptr ? p.step : p.steps[h];
-    load_cache(p, h, step, cache);
+    load_cache(p, h, step, cache, Columns(p, h, threadIdx.x));
     scores.keep();
     for (int at = threadIdx.x; at < p.table_size; at += THREADS) {
         table.places[at] = -1;

@@ -36,14 +36,32 @@ struct Cache {
     int* used;
 };
 
-// The cache's columns, as the last select and fetch left them.
-__device__ __forceinline__ void load_cache(const Params& p, int h, int step, const Cache& cache) {
+// What the last select and fetch left of a place, as it lies in memory.
+struct Columns {
+    int slot = 0, owner = -1, used = 0;
+    float mass = 0;
+    __device__ __forceinline__ Columns(const Params& p, int h, int place) {
+        if (place < p.places) {
+            slot = p.slots[h * p.slots_stride + place];
+            owner = p.owner[h * p.owner_stride + place];
+            mass = p.mass[h * p.mass_stride + place];
+            used = p.used[h * p.used_stride + place];
+        }
+    }
+};
+
+// `first`: of the place of this thread's number.
+__device__ __forceinline__ void load_cache(const Params& p, int h, int step, const Cache& cache, Columns first) {
+#pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        if (place >= THREADS) {
+            first = Columns(p, h, place);
+        }
         bool is_empty = step == 0;
-        cache.slots[place] = p.slots[h * p.slots_stride + place];
-        cache.owner[place] = is_empty ? -1 : p.owner[h * p.owner_stride + place];
-        cache.mass[place] = is_empty ? 0 : p.mass[h * p.mass_stride + place] * p.decay;
-        cache.used[place] = is_empty ? 0 : p.used[h * p.used_stride + place];
+        cache.slots[place] = first.slot;
+        cache.owner[place] = is_empty ? -1 : first.owner;
+        cache.mass[place] = is_empty ? 0 : first.mass * p.decay;
+        cache.used[place] = is_empty ? 0 : first.used;
     }
 }
 

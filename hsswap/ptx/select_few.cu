@@ -79,7 +79,6 @@ struct Mine {
 
     __device__ __forceinline__ static int block(int k) { return KEYS * static_cast<int>(threadIdx.x) + k; }
 
-    // NaN as -inf.
     __device__ __forceinline__ void load(const float* from, int blocks) {
         constexpr int WIDE = KEYS < 4 ? 2 : 4;
         if (reinterpret_cast<u64>(from) % (4 * WIDE) == 0 && block(KEYS) <= blocks) {
@@ -99,6 +98,9 @@ struct Mine {
                 values[k] = block(k) < blocks ? from[block(k)] : __uint_as_float(0xff800000u);
             }
         }
+    }
+    // NaN as -inf, once all is asked for.
+    __device__ __forceinline__ void clean() {
 #pragma unroll
         for (int k = 0; k < KEYS; k++) {
             values[k] = fmaxf(values[k], __uint_as_float(0xff800000u)); // of a number and NaN the number
@@ -413,6 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int pins = 0;
     wait_for_last();
     launch_next();
+    Columns own(p, h, threadIdx.x); // asked for before anything waits
     Mine scores, shares;
     scores.load(p.scores + h * p.score_stride, p.blocks);
     shares.load(p.shares + h * p.share_stride, p.blocks);
@@ -422,7 +425,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     Gain first = gain_of(p, h, threadIdx.x);
     int step = p.steps == nullptr ? p.step : p.steps[h];
-    load_cache(p, h, step, cache);
+    load_cache(p, h, step, cache, own);
+    scores.clean();
+    shares.clean();
     __syncthreads(); // cleared
 #pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
