@@ -5,11 +5,11 @@ is no infinity, and 0x7F and 0xFF are NaN (Open Compute Project, "OCP 8-bit Floa
 Specification (OFP8)", revision 1.0, 2023). An element of a row of K or V of one head is its code
 times the row's scale, so that rows are appended and cut off without touching others.
 
-Rows that come as BF16 or FP16 get the smallest power of two under which their largest finite
-element is at most 448 (at least 2^-126; 1 for a row of zeros). Dividing by it is exact, so the one
-rounding is that to the code: to nearest, ties to even. Infinities become 448 times the scale, of
-either sign, as saturation in that specification; NaN stays NaN. What was rounded once is not
-changed by doing it again.
+Rows that come as BF16 or FP16 get the size of their largest finite element over 448 as their scale
+(at least 2^-126; 1 for a row of zeros), so that the largest element, which weighs most in a
+product, is kept best. Elements are divided by it in float32 and rounded to the nearest code, ties
+to even. Infinities become 448 times the scale, of either sign, as saturation in that specification;
+NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ F32 = NDArray[np.float32]
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
-LEAST_SCALE_EXPONENT = -126
+LEAST_SCALE = 2.0**-126
 """Scales stay normal numbers of float32."""
 
 
@@ -77,11 +77,10 @@ def from_float32(rows: F32) -> tuple[U8, F32]:
     """Codes ``[..., dim]`` and scales ``[...]`` of rows ``[..., dim]``, as the module says."""
     size = np.abs(rows)
     largest = np.where(np.isfinite(size), size, np.float32(0)).max(-1, initial=0)
-    fraction, exponent = np.frexp(largest)
-    power = exponent - 9 + (fraction > LARGEST / 512)
-    power = np.where(largest > 0, np.maximum(power, LEAST_SCALE_EXPONENT), 0)
     with np.errstate(invalid="ignore", under="ignore"):
-        size *= np.ldexp(np.float32(1), -power)[..., None]
+        scales = np.maximum(largest / np.float32(LARGEST), np.float32(LEAST_SCALE))
+        scales = np.where(largest > 0, scales, np.float32(1))
+        size /= scales[..., None]
     bits = size.view(np.uint32)
     # Half of the last kept place, less one unless that place is odd, as hsswap.bf16 rounds.
     kept = (bits + (np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1)))) >> np.uint32(20)
@@ -91,4 +90,4 @@ def from_float32(rows: F32) -> tuple[U8, F32]:
     # 120 exponents lie between the biases of float32 and of E4M3.
     codes = np.where(size < least_normal, small, np.minimum(kept - np.uint32(120 << 3), 0x7E))
     codes = np.where(np.isnan(size), NAN_CODE, codes) | np.signbit(rows) << 7
-    return codes.astype(np.uint8), np.ldexp(np.float32(1), power)
+    return codes.astype(np.uint8), scales

@@ -32,15 +32,8 @@ ASCENDING = NUMBERS[:127]
 
 
 def scale_for(largest: float) -> float:
-    """The smallest power of two from 2^-126 on under which the number is at most 448."""
-    scale = 1.0
-    if largest == 0:
-        return scale
-    while largest / scale > 448:
-        scale *= 2
-    while largest / (scale / 2) <= 448 and scale > 2.0**-126:
-        scale /= 2
-    return scale
+    """A 448th of the number, in float32, from 2^-126 on; 1 for 0."""
+    return max(float(np.float32(largest) / np.float32(448)), 2.0**-126) if largest else 1.0
 
 
 def nearest(value: float) -> int:
@@ -55,27 +48,18 @@ def nearest(value: float) -> int:
     return code | 0x80 * (math.copysign(1, value) < 0)
 
 
-def scales_for(largest: F64) -> F64:
-    """:func:`scale_for` of many."""
-    some = np.where(largest > 0, largest, 1.0)
-    scales = 2.0 ** np.ceil(np.log2(some / 448))
-    scales = np.where(some / scales > 448, 2 * scales, scales)
-    scales = np.where(some / (scales / 2) <= 448, scales / 2, scales)
-    kept: F64 = np.where(largest > 0, np.maximum(scales, 2.0**-126), 1.0)
-    return kept
-
-
 def quantised(rows: F64) -> tuple[U8, F32]:
-    """Codes ``[..., dim]`` and scales ``[...]``."""
+    """Codes ``[..., dim]`` and scales ``[...]`` of numbers that float32 holds."""
     sizes = np.abs(rows)
-    scales = scales_for(np.where(np.isfinite(sizes), sizes, 0).max(-1, initial=0.0))
-    ratio = np.minimum(sizes / scales[..., None], 448.0)
+    largest = np.where(np.isfinite(sizes), sizes, 0).max(-1, initial=0.0)
+    scales = np.vectorize(scale_for, otypes=[np.float32])(largest)
+    ratio = np.minimum(sizes.astype(np.float32) / scales[..., None], 448.0).astype(np.float64)
     above = np.searchsorted(ASCENDING, np.nan_to_num(ratio))
     below = np.maximum(above - 1, 0)
     up, down = ASCENDING[above] - ratio, ratio - ASCENDING[below]
     code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
     code = np.where(np.isnan(ratio), 0x7F, code) | np.where(np.signbit(rows), 0x80, 0)
-    return code.astype(np.uint8), scales.astype(np.float32)
+    return code.astype(np.uint8), scales.reshape(largest.shape)
 
 
 def numbers(codes: U8, scales: F32) -> F64:

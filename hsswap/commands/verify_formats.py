@@ -12,7 +12,7 @@ F32 = NDArray[np.float32]
 
 E4M3_LARGEST = 448.0
 E4M3_LEAST_STEP = -9
-E4M3_LEAST_SCALE = -126
+E4M3_LEAST_SCALE = 2.0**-126
 
 
 def widen(codes: U16) -> F32:
@@ -33,16 +33,16 @@ def round_to_bf16(values: F32) -> F32:
 def kept_rows(group: LayerGroup, rows: F32) -> F32:
     """Rows ``[..., dim]`` of K or V as the group keeps them. For finite values.
 
-    E4M3: multiples of a step of 2^-3 below the leading bit, at least 2^-9, of a row divided by the
-    least power of two that brings it to 448 or less.
+    E4M3: multiples of a step of 2^-3 below the leading bit, at least 2^-9, of a row divided by a
+    448th of its largest size.
     """
     if not group.is_e4m3:
         return rows
-    largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
-    power = np.ceil(np.log2(np.where(largest > 0, largest, 1) / E4M3_LARGEST))
-    scale = np.exp2(np.maximum(power, E4M3_LEAST_SCALE))
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    scale = np.maximum(largest / np.float32(E4M3_LARGEST), np.float32(E4M3_LEAST_SCALE))
     ratio = rows / scale
     _, exponent = np.frexp(ratio)
-    step = np.exp2(np.maximum(exponent - 4, E4M3_LEAST_STEP))
-    rounded: F32 = (np.rint(ratio / step) * step * scale).astype(np.float32)
+    step = np.exp2(np.maximum(exponent - 4, E4M3_LEAST_STEP)).astype(np.float32)
+    codes = np.minimum(np.abs(np.rint(ratio / step) * step), np.float32(E4M3_LARGEST))
+    rounded: F32 = np.copysign(codes, rows) * scale
     return rounded

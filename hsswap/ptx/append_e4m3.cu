@@ -67,12 +67,10 @@ __device__ __forceinline__ Row round_row(const u8* from, i64 element_stride, int
     for (int step = WARP / 2; step > 0; step /= 2) {
         largest = max(largest, __shfl_xor_sync(ALL, largest, step));
     }
-    int exponent = scale_exponent(largest);
-    Row row = {0, power_of_two(exponent)};
-    float inverse = power_of_two(-exponent);
+    Row row = {0, scale_by(__uint_as_float(largest))};
 #pragma unroll
     for (int k = 0; k < DIMS; k++) {
-        row.codes |= static_cast<u64>(float_to_e4m3(values[k] * inverse)) << (8 * k);
+        row.codes |= static_cast<u64>(float_to_e4m3(__fdiv_rn(values[k], row.scale))) << (8 * k);
     }
     return row;
 }

@@ -56,13 +56,9 @@ __device__ __forceinline__ u8 float_to_e4m3(float value) {
     return static_cast<u8>(sign | code);
 }
 
-// The exponent of the scale of a row whose largest finite element has these bits of a float32.
-__device__ __forceinline__ int scale_exponent(u32 largest) {
-    if (largest == 0) {
-        return 0;
-    }
-    int exponent = static_cast<int>(largest >> 23) - 135 + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
-    return exponent > -126 ? exponent : -126;
+// The scale of a row by its largest finite size.
+__device__ __forceinline__ float scale_by(float largest) {
+    return largest == 0 ? 1.0f : fmaxf(__fdiv_rn(largest, 448.0f), __int_as_float(0x00800000));
 }
 
 // 2^exponent, from -126 to 127.
