@@ -13,6 +13,7 @@ import pytest
 
 from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.output import OutputError
 from hsswap.commands.report import Report
 from hsswap.errors import ModelError
 from hsswap.models import default_model_path, open_gguf
@@ -90,6 +91,27 @@ def test_a_short_prompt(asking: Asking, tmp_path: Path) -> None:
     tokens = ("--tokens", "30", *ENOUGH)
     plain = here.report(*tokens)
     assert here.report(*tokens, "--speculate", "early-exit").run.tokens == plain.run.tokens
+
+
+class Full(StringIO):
+    """A stream for text that takes nothing after a while."""
+
+    def write(self, text: str) -> int:
+        """As a disk that is full."""
+        if self.tell() > 12:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_nobody_takes_the_text(asking: Asking) -> None:
+    """Rounds under way end before their swap does; the leak check sees what stayed."""
+    device = "host" if asking.where == "cpu" else asking.where
+    job = asking.run.job(
+        *("--tokens", str(COUNT), *ENOUGH, "--io", "memory", "--device", device),
+        *("--speculate", "ngram"),
+    )
+    with Interrupts() as interrupts, pytest.raises(OutputError):
+        run_job(job, asking.model, interrupts, text_to=Full(), progress_to=StringIO())
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
