@@ -146,7 +146,7 @@ async def test_a_block_of_zeros_never_outranks_one_of_the_best_key(case: Case, z
 async def test_f16_keys_are_ranked_as_what_they_are(case: Case) -> None:
     """The same numbers in both formats: the same blocks, but for levels at a rounding boundary."""
     exact = [to_float32(rows) for rows in (case.keys[0], case.keys[1])]
-    group = replace(DIMS.group(0), layers=LAYERS, dtype="f16")
+    group = replace(DIMS.group(0), layers=LAYERS, dtype="f16", kv_dtype="f16")
     halves = Case(
         ModelDims((group,), DIMS.block_size),
         [narrow(rows, "f16") for rows in exact],
