@@ -15,14 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, Sequence, SwapConfig, TopK
-from hsswap.bench.common import Machine
+from hsswap.bench.common import Interval, Machine
 from hsswap.bench.decode import Nowhere
 from hsswap.bench.lab import muted
 
@@ -80,55 +81,81 @@ class Calls:
         self.count += event in ("call", "c_call")
 
 
-async def measure(kind: str, blocks: int, steps: int) -> dict[str, Any]:
-    """Medians of a layer's step."""
-    async with HighSpeedSwap.open(config_of(kind, blocks), io=Nowhere()) as swap:
-        stack = ExitStack()
-        sequence = await filled(swap, kind, blocks)
-        row, out = np.zeros((1, 2, 8), np.uint16), np.zeros((1, 2, 8), np.uint16)
-        if kind != "top-k":  # attention of so many blocks would empty the processor's caches
-            stack.enter_context(muted(swap, "attend"))
-        for _ in range(40):
-            await step(sequence, row, out)
-        times, counts = [], []
-        for turn in range(steps):
-            if turn % 2:
-                start = time.thread_time()
-                await step(sequence, row, out)
-                times.append(time.thread_time() - start)
-                continue
+@dataclass
+class Arm:
+    """A sequence of one length, and what its steps cost."""
+
+    blocks: int
+    sequence: Sequence
+    swap: HighSpeedSwap
+    seconds: list[float] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+
+    async def turn(self, row: Any, out: Any, *, count: bool) -> None:
+        """One step, timed or counted."""
+        if count:
             calls = Calls()
             sys.setprofile(calls)
-            await step(sequence, row, out)
+            await step(self.sequence, row, out)
             sys.setprofile(None)
-            counts.append(calls.count)
-        stack.close()
-        misses = swap.statistics().misses
-    return {
-        "kind": kind,
-        "blocks": blocks,
-        "us_a_layer": 1e6 * statistics.median(times) / DIMS.layers,
-        "us_a_layer_mean": 1e6 * statistics.fmean(times) / DIMS.layers,
-        "calls_a_layer": statistics.median(counts) / DIMS.layers,
-        "misses": misses,
-    }
+            self.calls.append(calls.count)
+            return
+        start = time.thread_time()
+        await step(self.sequence, row, out)
+        self.seconds.append(time.thread_time() - start)
+
+
+async def measure(kind: str, lengths: list[int], turns: int) -> list[dict[str, Any]]:
+    """A layer's step at each length, in alternating turns."""
+    async with AsyncExitStack() as stack:
+        arms: list[Arm] = []
+        for blocks in lengths:
+            opened = HighSpeedSwap.open(config_of(kind, blocks), io=Nowhere())
+            swap = await stack.enter_async_context(opened)
+            arms.append(Arm(blocks, await filled(swap, kind, blocks), swap))
+            if kind != "top-k":  # attention of so many blocks would empty the processor's caches
+                stack.enter_context(muted(swap, "attend"))
+        row, out = np.zeros((1, 2, 8), np.uint16), np.zeros((1, 2, 8), np.uint16)
+        for turn in range(-40, turns):
+            for arm in arms[:: 1 if turn % 2 else -1]:
+                await arm.turn(row, out, count=turn % 4 == 0)
+            if turn < 0:
+                for arm in arms:
+                    arm.seconds.clear()
+                    arm.calls.clear()
+        first = arms[0].seconds
+        return [
+            {
+                "kind": kind,
+                "blocks": arm.blocks,
+                "us_a_layer": 1e6 * statistics.median(arm.seconds) / DIMS.layers,
+                "calls_a_layer": statistics.median(arm.calls) / DIMS.layers,
+                "over_the_first": asdict(
+                    Interval.of([a / b for a, b in zip(arm.seconds, first, strict=True)])
+                ),
+                "misses": arm.swap.statistics().misses,
+            }
+            for arm in arms
+        ]
 
 
 def main(tell: Callable[..., None] = print) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", default="1000,10000,100000", metavar="N,N")
     parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--turns", type=int, default=400)
     parser.add_argument("--out", type=Path, metavar="F")
     args = parser.parse_args()
     rows = []
     for kind in args.kinds.split(","):
-        for blocks in map(int, args.blocks.split(",")):
-            rows.append(asyncio.run(measure(kind, blocks, args.steps)))
+        for row in asyncio.run(measure(kind, list(map(int, args.blocks.split(","))), args.turns)):
+            ratio = row["over_the_first"]
             tell(
-                "{kind}, {blocks} blocks: {us_a_layer:.0f} us (mean {us_a_layer_mean:.0f}), "
-                "{calls_a_layer:.0f} calls a layer, {misses} misses".format(**rows[-1])
+                f"{kind}, {row['blocks']} blocks: {row['us_a_layer']:.0f} us, "
+                f"{row['calls_a_layer']:.0f} calls a layer, {ratio['median']:.2f} "
+                f"[{ratio['low']:.2f}, {ratio['high']:.2f}] of the first, {row['misses']} misses"
             )
+            rows.append(row)
     if args.out:
         result = {"machine": Machine.here().as_dict(), "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import pytest
 from hsswap import HighSpeedSwap, HsswapError, ModelDims, Sequence, SwapConfig, TopK
 from hsswap.driver.base import Device
 from hsswap.driver.host import HostDevice
+from hsswap.io.waiting import to_the_end
+from hsswap.loop import insist
 from tests.branches import alone
 from tests.device_seam import Refusal, refusing
 from tests.swap_cases import U16, Case, config_for, random_case
@@ -98,8 +102,7 @@ class Bench:
             )
             await result.done()
         finally:
-            for block in ids:
-                await self._drop(block)
+            await to_the_end(*(partial(self._drop, block) for block in ids))
 
     async def offload_again(self) -> None:
         block = await self.swap.alloc_disk_block_id()
@@ -116,10 +119,10 @@ class Bench:
             await self._drop(block)
 
     async def _drop(self, block: int) -> None:
-        try:
-            await self.swap.dec_disk_ref(block=block)
-        except HsswapError:
-            await self.swap.dec_disk_ref(block=block)
+        """Also when this is cancelled, or the device refuses something: then once more."""
+        with suppress(HsswapError):
+            return await insist(lambda: self.swap.dec_disk_ref(block=block))
+        await insist(lambda: self.swap.dec_disk_ref(block=block))
 
     async def reopen(self) -> None:
         tokens = range(START)
