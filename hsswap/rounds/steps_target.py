@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from hsswap.captured import MOST_ROWS, CapturedSteps
 from hsswap.driver.base import Device, Graph, Stream
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError, OutOfBlocks, OutOfSlots
+from hsswap.loop import in_thread
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.contracts import Admission, Target
 from hsswap.rounds.lengths import addresses_of
@@ -129,7 +131,8 @@ class StepsTarget(Target):
         for s, waiting in enumerate(self._waiting):
             position = self._positions[s]
             waiting.begin(position, min(ends[s], position + self._k + 1))
-            waiting.set_length(self._stream)  # drafts stand at it too, before there is a rollback
+            # Drafts stand at it too, before there is a rollback. The first launch may compile.
+            await in_thread(partial(waiting.set_length, self._stream))
         return Admission(1, self._why, waits=True)
 
     async def settle(self, positions: Sequence[int]) -> None:
