@@ -46,12 +46,14 @@ ROWS = 16  # tokens of a block of the copies
 class _Shown:
     """What one layer has shown: positions ``[n]``, rows ``[n, heads, dk]`` and, of keys that are
     appended, values ``[n, heads, dv]`` a part, and how many rows there are and are on their way.
+    ``end``: positions before it were shown.
     """
 
     positions: list[NDArray[np.int64]] = field(default_factory=list)
     rows: list[NDArray[np.float32]] = field(default_factory=list)
     values: list[NDArray[np.float32]] = field(default_factory=list)
     count: int = 0
+    end: int = 0
 
     def joined(self) -> tuple[NDArray[np.int64], F64]:
         """All positions and rows, float64."""
@@ -165,10 +167,12 @@ class Calibration:
         """A sequence's rows ``[n, Q, dk]`` from position ``first`` on attend."""
         if self._predictor.ready or self._task is not None or self._watched != sequence:
             return
-        start = min(max(0, SINK_TOKENS - first, -first % QUERY_STEP), queries.shape[0])
         most, into = CALIBRATION_TOKENS // QUERY_STEP, self._queries[layer]
-        places = np.arange(start, queries.shape[0], QUERY_STEP)[: most - into.count]
-        self._copy(into, first, _Sample(queries), places, stream)
+        # A call that had to be made again shows the same rows again.
+        begin = max(SINK_TOKENS, first, into.end)
+        places = np.arange(begin + -begin % QUERY_STEP - first, queries.shape[0], QUERY_STEP)
+        self._copy(into, first, _Sample(queries), places[: most - into.count], stream)
+        into.end = max(into.end, first + queries.shape[0])
 
     def ended(self, sequence: int) -> None:
         """A sequence is closed. Under the lock."""

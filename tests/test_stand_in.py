@@ -119,6 +119,25 @@ def share_left_out(
     return float(rest / (rest + held))
 
 
+async def test_what_is_asked_twice_is_learned_from_once(case: Case) -> None:
+    """As by a call that finds blocks missing and is made again."""
+    outs = []
+    for times in (1, 2):
+        async with (
+            HighSpeedSwap.open(config(), io=MemoryIO()) as swap,
+            swap.sequence(top_k=WITH) as sequence,
+        ):
+            for first in range(0, 1200, 200):
+                part = slice(first, first + 200)
+                for layer in range(LAYERS):
+                    await sequence.append(layer, case.keys[layer][part], case.values[layer][part])
+                    for _ in range(times):
+                        asked = case.queries[layer][part]
+                        await (await sequence.attend(layer, asked, exact=True)).done()
+            outs.append([out for out, _, _ in await steps(sequence, case, 1200)])
+    assert all((a == b).all() for a, b in zip(*outs, strict=True))
+
+
 async def test_a_sink_and_exact_attention_are_left_alone(case: Case) -> None:
     sinks = np.zeros(4, np.float32)
     outs = []
