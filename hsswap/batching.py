@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hsswap.arguments import Given, checked_layer, checked_query, leading
+from hsswap.arguments import Given, checked_choice, checked_layer, checked_query, leading
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k
 from hsswap.driver.operations import AttendWork, FinalizeWork, host_unit
 from hsswap.driver.tensor import Tensor, tensor_of
@@ -253,6 +253,7 @@ class BatchCalls(SeedCalls):
             kind = type(sequences).__name__
             raise ArgumentError(f"sequences is a {kind}; give a list of this swap's sequences")
         counts = row_counts(rows, len(sequences), packed.queries.shape[0])
+        exact = checked_choice(exact, "exact")
         raw_stream = self.stream_of(stream)
         with ExitStack() as guards:
             for sequence in sequences:

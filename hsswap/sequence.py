@@ -120,7 +120,7 @@ class Sequence(LookingAhead):
         Raises ArgumentError for wrong arrays or more rows than tokens; BlockIOError (CorruptBlock)
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
-        given = Given(queries, out, lse_out, sinks)
+        given, exact = Given(queries, out, lse_out, sinks), checked_choice(exact, "exact")
         with self._exclusive("attend"):
             with self._swap.lock:
                 repeated = self._attend_repeated(layer, given, stream)
@@ -155,7 +155,7 @@ class Sequence(LookingAhead):
         would be more than :attr:`~hsswap.swap_state.MAX_TILES_AHEAD`, or when host slots are needed
         that others already queue for; then use :meth:`attend`.
         """
-        given = Given(queries, out, lse_out, sinks)
+        given, exact = Given(queries, out, lse_out, sinks), checked_choice(exact, "exact")
         with self._swap.lock, self._exclusive("attend"):
             repeated = self._attend_repeated(layer, given, stream)
             if repeated is not None:
@@ -272,7 +272,6 @@ class Sequence(LookingAhead):
             swap.calibration.queries(self.number, cache.layer, first, query.queries, query.stream)
 
     def _uses_top_k(self, query: Query, exact: bool | None) -> bool:
-        exact = checked_choice(exact, "exact")
         if self.top_k is None or exact:
             return False
         single = query.queries.shape[0] == 1
