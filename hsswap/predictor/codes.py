@@ -28,6 +28,9 @@ from hsswap.errors import ArgumentError
 from hsswap.predictor.base import I64, Predictor, ScoreRequest
 from hsswap.predictor.stand_in import StandIn
 
+ALIGNMENT = 16
+"""Bytes. Where a layer's tables begin: kernels read them by so many at a time."""
+
 
 class CodesPredictor(Predictor):
     """Packed codes of each layer, once :meth:`install` has given it a basis."""
@@ -67,14 +70,15 @@ class CodesPredictor(Predictor):
             scale = np.concatenate([one.scale for one in learned.stand_ins[own]])
             value = np.concatenate([one.value for one in learned.stand_ins[own]])
             parts.append((codecs[own], table_bytes(codecs[own]), scale, value))
-        raw = [array.reshape(-1).view(np.uint8) for _, *arrays in parts for array in arrays]
-        memory = _copied(self._device, np.concatenate(raw))
+        raw = [array.tobytes() for _, *arrays in parts for array in arrays]
+        padded = b"".join(part + bytes(-len(part) % ALIGNMENT) for part in raw)
+        memory = _copied(self._device, np.frombuffer(padded, np.uint8))
         layers, offset = [], 0
         for group, (of_layer, *arrays) in zip(groups, parts, strict=True):
             tensors = []
             for array, dtype in zip(arrays, ("u8", "f32", "f32"), strict=True):
                 tensors.append(tensor_in(memory, dtype, array.shape, offset_bytes=offset))
-                offset += array.nbytes
+                offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             layers.append(_Layer(group, of_layer, tensors[0], (tensors[1], tensors[2])))
         return PreparedBasis(learned, layers, memory)
 
