@@ -34,6 +34,11 @@ class Held(MemoryIO):
 
     holding: list[Transfer] | None = None
 
+    @property
+    def span_limit(self) -> int:
+        """Every read is a transfer."""
+        return 0
+
     def submit(self, batch: Several[Transfer]) -> None:
         kept = [t for t in batch if self.holding is not None and t.operation is Operation.READ]
         if self.holding is not None:

@@ -14,6 +14,7 @@ from hsswap.driver.check_parts import (
     shape_of_rank,
 )
 from hsswap.driver.codes_operations import (
+    TABLE_ALIGNMENT,
     Attended,
     EncodeCodesWork,
     LayerCodes,
@@ -35,6 +36,10 @@ def _codes(codes: LayerCodes) -> int:
         f"codecs must be {group.kv_heads}, for heads of {group.head_dim}",
     )
     check_tensor(codes.tables, "u8", shape_of_rank(codes.tables, 1, "tables"), "tables")
+    require(
+        codes.tables.address % TABLE_ALIGNMENT == 0,
+        f"tables are at {codes.tables.address:#x}, which is no multiple of {TABLE_ALIGNMENT}",
+    )
     shape = (PAGE_BLOCKS, codes.row_bytes)
     for page in codes.pages:
         check_tensor(page, "u8", shape, "pages", written=True)

@@ -26,6 +26,9 @@ UNKNOWN_SCORE = -1000.0
 """Of the newest block without a code that the last step did not attend; each older one has 1 less.
 Below every block with a code, whose scores are logs of float64 shares."""
 
+TABLE_ALIGNMENT = 16
+"""Bytes, of tables and each part of them: a GPU loads so many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCodes:
@@ -33,7 +36,8 @@ class LayerCodes:
     tables and no pages while no block has a code.
 
     ``tables``: what :func:`table_bytes` of ``codecs`` gives, u8 ``[n]``, in memory the device reads
-    well. ``pages``: u8 ``[PAGE_BLOCKS, row_bytes]`` each, contiguous, in order of code index.
+    well, at a multiple of :data:`TABLE_ALIGNMENT`. ``pages``: u8 ``[PAGE_BLOCKS, row_bytes]`` each,
+    contiguous, in order of code index.
     """
 
     codecs: tuple[HeadCodec, ...]
@@ -158,7 +162,7 @@ def fields_of(codec: HeadCodec) -> NDArray[np.uint32]:
 def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
     """The codecs of a layer as one run of bytes, for a device without NumPy.
 
-    H heads, each part aligned to 16 bytes, M the largest m, P the largest n::
+    H heads, each part aligned to TABLE_ALIGNMENT, M the largest m, P the largest n::
 
         encode f32 [H, dk, M] | bias f32 [H, M] | query f32 [H, M, dk] | centre f32 [H, dk] |
         bits u8 [H, M], 0 past m | dim of each bit u8 [H, 16 P] | its place in it u8 [H, 16 P] |
@@ -191,7 +195,7 @@ def table_bytes(codecs: tuple[HeadCodec, ...]) -> NDArray[np.uint8]:
         parts[7][head, : bits // 8] = fields_of(codec)
     counts = np.array([codec.planes for codec in codecs], np.int32)
     parts += [counts, (np.cumsum(counts) - counts).astype(np.int32)]
-    raw = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)
+    raw = b"".join(part.tobytes() + bytes(-part.nbytes % TABLE_ALIGNMENT) for part in parts)
     return np.frombuffer(raw, np.uint8)
 
 
@@ -201,5 +205,5 @@ def table_offsets(heads: int, dim: int, most: int, planes: int) -> tuple[int, ..
     sizes = (by_dim, 4 * heads * most, by_dim, 4 * heads * dim, heads * most, bits, bits, 4 * bits)
     offsets = [0]
     for nbytes in (*sizes, 4 * heads):
-        offsets.append(offsets[-1] + -(-nbytes // 16) * 16)
+        offsets.append(offsets[-1] + -(-nbytes // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
     return tuple(offsets)

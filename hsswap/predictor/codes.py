@@ -15,6 +15,7 @@ from hsswap.codec import PAGE_BLOCKS, HeadCodec
 from hsswap.config import LayerGroup, ModelDims
 from hsswap.driver.base import Buffer, Device
 from hsswap.driver.codes_operations import (
+    TABLE_ALIGNMENT,
     EncodeCodesWork,
     LayerCodes,
     ScoreCodesWork,
@@ -27,9 +28,6 @@ from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import ArgumentError
 from hsswap.predictor.base import I64, Predictor, ScoreRequest
 from hsswap.predictor.stand_in import StandIn
-
-ALIGNMENT = 16
-"""Bytes. Where a layer's tables begin: kernels read them by so many at a time."""
 
 
 class CodesPredictor(Predictor):
@@ -71,14 +69,14 @@ class CodesPredictor(Predictor):
             value = np.concatenate([one.value for one in learned.stand_ins[own]])
             parts.append((codecs[own], table_bytes(codecs[own]), scale, value))
         raw = [array.tobytes() for _, *arrays in parts for array in arrays]
-        padded = b"".join(part + bytes(-len(part) % ALIGNMENT) for part in raw)
+        padded = b"".join(part + bytes(-len(part) % TABLE_ALIGNMENT) for part in raw)
         memory = _copied(self._device, np.frombuffer(padded, np.uint8))
         layers, offset = [], 0
         for group, (of_layer, *arrays) in zip(groups, parts, strict=True):
             tensors = []
             for array, dtype in zip(arrays, ("u8", "f32", "f32"), strict=True):
                 tensors.append(tensor_in(memory, dtype, array.shape, offset_bytes=offset))
-                offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+                offset += -(-array.nbytes // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
             layers.append(_Layer(group, of_layer, tensors[0], (tensors[1], tensors[2])))
         return PreparedBasis(learned, layers, memory)
 

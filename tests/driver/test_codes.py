@@ -387,10 +387,13 @@ def test_wrong_arguments_are_refused(rig: Rig) -> None:
     case = Case(rig, LayerGroup(1, 4, 2, 32), 16, 12, [3, 2])
     good = case.work()
     rows = len(case.index)
+    assert case.codes.tables is not None
+    shifted = replace(case.codes.tables, address=case.codes.tables.address + 8)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"code_index": np.full(rows, 2 * PAGE_BLOCKS, np.int32)}, "code_index holds"),
         ({"scores": rig.tensor(np.zeros((2, 3), np.float32))}, "scores has shape"),
         ({"codes": replace(case.codes, codecs=case.codecs[:1])}, "codecs must be 2"),
+        ({"codes": replace(case.codes, tables=shifted)}, "is no multiple of 16"),
         ({"resident": replace(good.resident, active_tokens=17)}, "active_tokens is 17"),
         ({"memory": replace(good.memory, predicted=good.scores)}, "memory has room|has shape"),
     ]
