@@ -53,8 +53,9 @@ demo: $(STAMP) ## a real model decodes with its KV cache on disk, verified; pict
 	  --slots $(SLOTS) --host-slots $(HOST_SLOTS) --verify --plot $(DEMO)/demo.png \
 	  --dir $(DEMO)/store
 
+# A process a core: one alone takes 11 minutes. A file stays together for the sake of its fixtures.
 test: $(STAMP) ## every test but those marked slow or soak; async ones on asyncio and on uvloop
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types and the rules of layout, without changing a file
 	$(BIN)/ruff check .
