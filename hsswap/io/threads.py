@@ -112,9 +112,9 @@ class ThreadedIO(CountedIO):
         """How many of them one thread reads."""
         return min(SPANS_TOGETHER, -(-len(reads.files) // len(self._thread_names)))
 
+    @abstractmethod
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
         """Read spans; those that failed, each with its error. The others are then verified."""
-        raise NotImplementedError(f"{self.name} has no span_limit")
 
     def _close_file(self, file: IOFile) -> None:
         """Give back what an open file holds. On the loop's thread, at the end of close."""
