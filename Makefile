@@ -1,7 +1,7 @@
 # Every command, the same here and in CI. `make` alone lists them.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak test-gpu bench fmt clean
+.PHONY: help demo test check soak test-gpu sanitize bench fmt clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -70,6 +70,9 @@ soak: $(STAMP) ## the tests marked slow or soak
 
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+sanitize: ## compute-sanitizer over the GPU tests of every kernel; reports to build/sanitize
+	$(GPU_PYTHON) -m bench.sanitize
 
 bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to bench/results
 	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python bench/decode_compare.py --out $(BENCH_OUT) $(BENCH)

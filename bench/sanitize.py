@@ -1,0 +1,186 @@
+"""NVIDIA's compute-sanitizer over every kernel: the GPU tests of tests/driver, family by family.
+
+Each family of kernels runs in processes of its own, side by side, once under each tool, with a few
+sets of parameters of each test: racecheck makes a kernel some hundred times slower. A family's
+report is a file in ``--out``. The end is a line of JSON; the exit status is 1 if anything was
+reported, a test failed, or a kernel of ``hsswap.ptx`` was never launched. Needs a GPU and
+compute-sanitizer (of the CUDA toolkit); the same file is the plugin that those processes load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hsswap import ptx
+
+LAUNCHED = "HSSWAP_SANITIZE_LAUNCHED"
+"""Environment: the file that a process appends a kernel's name to, when it is to be launched."""
+
+EACH = "HSSWAP_SANITIZE_EACH"
+"""Environment: how many sets of parameters of a test run."""
+
+REPORTED = 99
+"""What compute-sanitizer exits with where it reported something."""
+
+FAMILIES: dict[str, list[str]] = {
+    "moves": ["test_operations.py", "test_gather.py", "test_held.py", "-k", "not attention"],
+    "fetch": ["test_fetch.py", "test_extras.py"],
+    "codes": ["test_codes.py", "test_f16.py", "-k", "codes or scores or lists or blocks or rows"],
+    "select": ["test_select.py", "test_trim.py", "test_cuda_operations.py"],
+    "top-k": ["test_top_k_step.py", "test_left_out.py"],
+    "decode": ["test_cuda_attention.py", "-k", "decode or lists or same_launch or logsumexps"],
+    "tile": ["test_cuda_attention.py", "test_sinks.py", "-k", "short or leaf or spans or sink"],
+    "wide": ["test_cuda_attention.py", "-k", "long or ragged or alone or infinite"],
+    "attention": ["test_attention.py", "test_again.py", "-k", "not refused"],
+    "held": ["test_held.py", "test_pages.py", "-k", "attention or pages"],
+    "e4m3": ["test_e4m3.py"],
+    "rounds": ["test_rounds.py", "test_round_words.py", "test_skipping.py"],
+    "sampling": ["test_round_sampling.py"],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One family under one tool."""
+
+    family: str
+    tool: str
+    status: int  # 0: nothing reported and every test passed; -1: time was up
+    seconds: float
+    kernels: list[str]
+    tail: str  # where the status is not 0
+
+
+def sanitizer() -> str | None:
+    """compute-sanitizer's path, or None."""
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin", "/opt/cuda/bin"]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def command(tool: str, family: str, log: Path) -> list[str]:
+    """One process: the tool, and pytest below it."""
+    found = sanitizer()
+    assert found is not None, "main looked for it"
+    tests = [f"tests/driver/{a}" if a.endswith(".py") else a for a in FAMILIES[family]]
+    # Tests provoke errors of the driver, which are not the kernels'.
+    how = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "bench.sanitize", "-p", "no:benchmark"]
+    pytest += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=600", "--no-header"]
+    return [
+        *(found, "--tool", tool, *how, "--target-processes", "all", "--print-limit", "20"),
+        *("--error-exitcode", str(REPORTED), "--log-file", str(log)),
+        *(sys.executable, *pytest, *tests),
+    ]
+
+
+def run(tool: str, family: str, each: int, out: Path, until_s: float) -> Outcome:
+    """Run one family under one tool until it ends or time is up."""
+    start, log = time.monotonic(), out / f"{tool}-{family}.txt"
+    launched, tests = log.with_suffix(".kernels"), log.with_suffix(".tests.txt")
+    launched.touch()
+    environment = {**os.environ, EACH: str(each), LAUNCHED: str(launched)}
+    with tests.open("w") as output:
+        process = subprocess.Popen(
+            command(tool, family, log),
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = -1
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if status == 0 and not re.search(r"(ERROR|RACECHECK) SUMMARY: 0 ", text):
+        status = REPORTED
+    tail = "" if status == 0 else text[-1500:] + tests.read_text(errors="replace")[-1500:]
+    names = sorted(set(launched.read_text().split()))
+    return Outcome(family, tool, status, round(time.monotonic() - start, 1), names, tail)
+
+
+def main() -> int:
+    """Run everything; 0 if nothing was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck", "synccheck"])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--each", type=int, default=4, help="sets of parameters of each test")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="then what runs is ended")
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("build/sanitize"))
+    arguments = parser.parse_args()
+    if sanitizer() is None:
+        parser.error("compute-sanitizer is not in PATH; it comes with the CUDA toolkit")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    until_s = time.monotonic() + arguments.seconds
+    asked = [(tool, family) for tool in arguments.tools for family in arguments.families]
+    outcomes: list[Outcome] = []
+
+    def one(pair: tuple[str, str]) -> None:
+        outcome = run(*pair, arguments.each, arguments.out, until_s)
+        outcomes.append(outcome)
+        print(json.dumps(asdict(outcome)), flush=True)
+
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        list(pool.map(one, asked))
+    wanted = set(ptx.KERNELS) if set(arguments.families) == set(FAMILIES) else set()
+    missing = {
+        tool: sorted(wanted - {k for o in outcomes if o.tool == tool for k in o.kernels})
+        for tool in arguments.tools
+    }
+    failed = [f"{o.tool} {o.family}: {o.status}" for o in outcomes if o.status]
+    print(json.dumps({"failed": failed, "never_launched": missing}))
+    return int(bool(failed) or any(missing.values()))
+
+
+# The plugin.
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Keep a few sets of parameters of each test, spread over all it has."""
+    each = int(os.environ[EACH])
+    of_test: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        some[at * len(some) // min(each, len(some))].nodeid
+        for some in of_test.values()
+        for at in range(min(each, len(some)))
+    }
+    left_out = [item for item in items if item.nodeid not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_configure(config: Any) -> None:
+    """Note the name of every kernel that is loaded: each is loaded to be launched."""
+    from hsswap.driver.cuda_modules import Modules
+
+    loaded = Modules.function
+
+    def noting(self: Modules, key: Any) -> Any:
+        with open(os.environ[LAUNCHED], "a", encoding="utf-8") as file:
+            file.write(f"{key[0]}\n")
+        return loaded(self, key)
+
+    Modules.function = noting  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
