@@ -12,7 +12,7 @@ from hsswap.dims import BF16_BYTES
 from hsswap.driver.base import Stream
 from hsswap.driver.tensor import Tensor, contiguous_strides, tensor_of
 from hsswap.e4m3 import E4M3Rows
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, shown
 from hsswap.exact import LayerCache
 from hsswap.pools import GroupPool
 from hsswap.tiers import I64
@@ -99,7 +99,9 @@ def checked_length(length: object, longest: int, *, what: str = "length", least:
     """A number of tokens from ``least`` to ``longest``. Raises ArgumentError naming ``what``."""
     whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
     if not whole or not least <= length <= longest:  # type: ignore[operator]
-        raise ArgumentError(f"{what} is {length!r}; give a whole number from {least} to {longest}")
+        raise ArgumentError(
+            f"{what} is {shown(length)}; give a whole number from {least} to {longest}"
+        )
     return int(length)  # type: ignore[call-overload, no-any-return]
 
 
@@ -109,14 +111,14 @@ def checked_choice(value: object, what: str) -> bool | None:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise ArgumentError(f"{what} is {value!r}; give True, False or None")
+    raise ArgumentError(f"{what} is {shown(value)}; give True, False or None")
 
 
 def checked_layer(layer: object, layers: int) -> int:
     """A layer of the model. Raises ArgumentError."""
     whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
     if not whole or not 0 <= layer < layers:  # type: ignore[operator]
-        raise ArgumentError(f"layer is {layer!r}; it must be 0 to {layers - 1}")
+        raise ArgumentError(f"layer is {shown(layer)}; it must be 0 to {layers - 1}")
     return int(layer)  # type: ignore[call-overload, no-any-return]
 
 
@@ -140,9 +142,11 @@ def block_tensor(
         address = int(given)
         steps = contiguous_strides(shape, BF16_BYTES) if strides is None else strides
         if not _are_strides(steps):
-            raise ArgumentError(f"strides of {what} are {strides}; give 3 even numbers of bytes")
+            raise ArgumentError(
+                f"strides of {what} are {shown(strides)}; give 3 even numbers of bytes"
+            )
         if not 0 < address < 1 << 63 or address % BF16_BYTES:
-            raise ArgumentError(f"{what} is {address}; a device pointer to BF16 is needed")
+            raise ArgumentError(f"{what} is {shown(address)}; a device pointer to BF16 is needed")
         return Tensor(address, shape, tuple(steps), "bf16", pool.device_memory.on_device, None)
     if strides is not None:
         raise ArgumentError(f"strides of {what} go with a pointer; an array has its own")

@@ -21,7 +21,7 @@ from hsswap.arguments import Given, checked_choice, checked_layer, checked_query
 from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k
 from hsswap.driver.operations import AttendWork, FinalizeWork, host_unit
 from hsswap.driver.tensor import Tensor, tensor_of
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, shown
 from hsswap.exact import tile_tokens_for
 from hsswap.loop import insist
 from hsswap.pools import GroupPool, state_bytes, state_in
@@ -64,12 +64,12 @@ def row_counts(rows: ArrayLike | None, sequences: int, total: int) -> list[int]:
     try:
         counts = np.asarray(rows)
     except ValueError as error:
-        raise ArgumentError(f"rows is {rows!r}; give one number for each sequence") from error
+        raise ArgumentError(f"rows is {shown(rows)}; give one number for each sequence") from error
     fits = counts.ndim == 1 and len(counts) == sequences and counts.dtype.kind in "iu"
     if not fits or (counts < 1).any() or int(counts.sum()) != total:
         raise ArgumentError(
-            f"rows is {rows!r}; give one number of 1 or more for each of {sequences} sequences, "
-            f"{total} in all"
+            f"rows is {shown(rows)}; give one number of 1 or more for each of {sequences} "
+            f"sequences, {total} in all"
         )
     return [int(count) for count in counts]
 

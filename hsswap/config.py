@@ -17,6 +17,7 @@ from hsswap.validation import (
     require_flags,
     require_integers,
     require_kind,
+    require_path,
     require_words,
 )
 
@@ -31,7 +32,8 @@ class SwapConfig:
     ``max_sequences``: sequences open at a time; each takes one device slot a layer for the block
     being filled. ``directory``: where the store is made (None: a new folder in the system's
     temporary folder).
-    ``device``: ``"host"`` or ``"cuda:N"``. ``io``: ``"auto"``, ``"posix"`` or ``"memory"``.
+    ``device``: ``"host"`` or ``"cuda:N"``. ``io``: ``"auto"`` (the best of posix and uring here),
+    ``"posix"``, ``"uring"``, ``"gds"``, ``"gds-compat"`` or ``"memory"`` (RAM, for tests).
     ``io_threads``: threads of the posix backend. ``tile_tokens``: tokens that exact attention
     brings in at a time, a multiple of 256; on a GPU raised to 1,024 at least. ``look_ahead``: read
     the next layer while this one is attended. ``persist``: the store in ``directory`` outlives the
@@ -64,7 +66,7 @@ class SwapConfig:
         require_kind(self.dims, ModelDims, "dims", "ModelDims")
         kinds = (PredictorConfig, type(None))
         require_kind(self.predictor, kinds, "predictor", "a PredictorConfig or None")
-        require_kind(self.directory, (str, Path, type(None)), "directory", "a path or None")
+        require_path(self.directory, "directory")
         require_words(self, ("device", "io", "fingerprint"))
         require_flags(self, ("look_ahead", "persist"))
         if self.disk_bytes is not None:

@@ -33,6 +33,7 @@ a GPU to spans of the second number. A tile is whole spans."""
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 BF16_BYTES = 2
+FLOAT32_END = 2.0**128
 SCALE_BYTES = 4
 
 
@@ -71,6 +72,11 @@ class LayerGroup:
         if self.window is not None:
             require_integers(self, ("window",))
         require_finite(self, ("scale", "soft_cap"))
+        for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
+            require(
+                value is None or abs(value) < FLOAT32_END,
+                f"{name} is {value}; logits are float32, which ends before 2**128",
+            )
         require_words(self, ("dtype", "kv_dtype"))
         require_kind(self.rope, (Rope, type(None)), "rope", "a Rope or None")
         if self.value_dim == 0:
@@ -100,8 +106,8 @@ class LayerGroup:
             f"window is {self.window}; give None, or 1 or more",
         )
         require(
-            self.soft_cap is None or self.soft_cap > 0,
-            f"soft_cap is {self.soft_cap}; give None or a positive number",
+            self.soft_cap is None or self.soft_cap * FLOAT32_END > 1,
+            f"soft_cap is {self.soft_cap}; give None or a positive number of float32",
         )
         require(self.aux_bytes >= 0, f"aux_bytes is {self.aux_bytes}; it cannot be negative")
         if self.rope is not None:

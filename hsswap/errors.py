@@ -7,6 +7,17 @@ edge where they arrive and kept as ``__cause__``.
 
 from __future__ import annotations
 
+SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """What somebody gave, as a message says it: its ``repr``, but not pages of it."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of over 4,300 digits has none
+        text = f"a {type(value).__name__} that cannot be written out"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
 
 class HsswapError(Exception):
     """Base of all errors raised on purpose by hsswap."""

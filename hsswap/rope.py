@@ -24,6 +24,8 @@ from hsswap.validation import (
 
 F64 = NDArray[np.float64]
 PAIR_LAYOUTS = ("halves", "adjacent")
+LEAST_FACTOR = 1e-30
+"""A pair that turned faster would be beyond float32."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Rope:
         given = self.frequency_factors
         require_kind(given, (tuple, list), "frequency_factors", "a tuple of numbers")
         factors = tuple(finite(factor, "a frequency factor") for factor in given)
-        require(all(factor > 0 for factor in factors), "frequency_factors must be positive")
+        require(
+            all(factor > LEAST_FACTOR for factor in factors),
+            f"frequency_factors must be above {LEAST_FACTOR}",
+        )
         object.__setattr__(self, "frequency_factors", factors)
 
     def turned_dims(self, head_dim: int) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hsswap.config import ModelDims
 from hsswap.driver.base import Event, Stream
-from hsswap.errors import ArgumentError, ClosedError, DeviceError
+from hsswap.errors import ArgumentError, ClosedError, DeviceError, shown
 from hsswap.loop import QUIET_ATTEMPTS, QUIET_PAUSE_S
 from hsswap.tiers import I32, I64
 from hsswap.writeback import Batch
@@ -93,7 +93,7 @@ class NamedBlocks:
             )
         seen = int(valid[-1]) if last_valid is None else last_valid
         if isinstance(seen, bool) or not isinstance(seen, int | np.integer):
-            raise ArgumentError(f"last_block_valid_slots is {seen!r}; give a whole number")
+            raise ArgumentError(f"last_block_valid_slots is {shown(seen)}; give a whole number")
         if not 1 <= seen <= int(valid[-1]):
             raise ArgumentError(
                 f"last_block_valid_slots is {seen}; block id {ids[-1]} has {valid[-1]} tokens in "

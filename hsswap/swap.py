@@ -22,7 +22,7 @@ from hsswap.diagnostics import DiagnosticSummary, summary_of
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.driver.preparing import PrepareWork
-from hsswap.errors import ArgumentError, ConfigError, OutOfSlots
+from hsswap.errors import ArgumentError, ConfigError, OutOfSlots, shown
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
 from hsswap.io.waiting import to_the_end
@@ -151,7 +151,7 @@ class HighSpeedSwap(BatchCalls):
                     f"or raise it ({self.config.dims.layers} device slots for each)"
                 )
             if top_k is not None and not isinstance(top_k, TopK):
-                raise ArgumentError(f"top_k is {top_k!r}; give hsswap.TopK(k=...)")
+                raise ArgumentError(f"top_k is {shown(top_k)}; give hsswap.TopK(k=...)")
             if top_k is not None and self.config.predictor is None:
                 raise ConfigError(
                     "top-k needs a predictor; give SwapConfig(predictor=hsswap.PredictorConfig())"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 
 import numpy as np
 
-from hsswap.errors import ConfigError
+from hsswap.errors import ConfigError, shown
 
 
 def require(ok: bool, message: str) -> None:
@@ -24,13 +27,14 @@ def require_integers(record: object, names: tuple[str, ...]) -> None:
 
 
 def integer(value: object, name: str) -> int:
-    """A whole number, NumPy's too, but no bool. Raises ConfigError naming it."""
+    """A whole number of 64 bits, NumPy's too, but no bool. Raises ConfigError naming it."""
     try:
         whole = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         whole = None
     if whole is None or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; give a whole number")
+        raise ConfigError(f"{name} is {shown(value)}; give a whole number")
+    require(abs(whole) < 1 << 63, f"{name} is {shown(whole)}; that is beyond 64 bits")
     return whole
 
 
@@ -44,16 +48,19 @@ def require_finite(record: object, names: tuple[str, ...]) -> None:
 
 def finite(value: object, name: str) -> float:
     """A finite number, NumPy's too, but no bool. Raises ConfigError naming it."""
-    fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    require(fits, f"{name} is {value!r}; give a finite number")
-    return float(value)  # type: ignore[arg-type]
+    plain = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of an int, or a fraction, beyond all floats
+            plain = float(value)
+    require(math.isfinite(plain), f"{name} is {shown(value)}; give a finite number")
+    return plain
 
 
 def require_flags(record: object, names: tuple[str, ...]) -> None:
     """Make plain bools of fields that must be true or false (NumPy's are taken)."""
     for name in names:
         value = getattr(record, name)
-        require(isinstance(value, bool | np.bool_), f"{name} is {value!r}; give True or False")
+        require(isinstance(value, bool | np.bool_), f"{name} is {shown(value)}; give True or False")
         object.__setattr__(record, name, bool(value))
 
 
@@ -61,8 +68,23 @@ def require_words(record: object, names: tuple[str, ...]) -> None:
     """Make plain strings of fields that must be words."""
     for name in names:
         value = getattr(record, name)
-        require(isinstance(value, str), f"{name} is {value!r}; give a name")
+        require(isinstance(value, str), f"{name} is {shown(value)}; give a name")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{name} is {shown(value)}, which is no text in UTF-8") from error
         object.__setattr__(record, name, str(value))
+
+
+def require_path(value: object, name: str) -> None:
+    """Raise ConfigError unless the value is None or can name a folder."""
+    require_kind(value, (str, Path, type(None)), name, "a path or None")
+    if value is not None:
+        try:
+            fits = b"\0" not in os.fsencode(value)  # type: ignore[arg-type]
+        except UnicodeEncodeError:
+            fits = False
+        require(fits, f"{name} is {shown(value)}, which cannot be a path")
 
 
 def require_kind(value: object, kind: type | tuple[type, ...], name: str, what: str) -> None:
