@@ -206,7 +206,6 @@ def _row(name: str, batch: int, turns: Turns, told: Told, idle: Idle | None) -> 
         "host_us_per_token": 1e6 * told.host_s / told.tokens,
         "acceptance": told.acceptance.share,
         "tokens_per_round": told.acceptance.tokens_a_round,
-        "same_tokens": told.agrees,
     }
     for other in {"plain", "eager", "read-back"} & set(turns.seconds):
         ratio = turns.of_turns(lambda other=other, **s: s[other] / s[name])

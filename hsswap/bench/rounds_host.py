@@ -21,8 +21,6 @@ class HostEngine(ExitStack):
     that holds everything in memory.
     """
 
-    is_exact = True
-
     def __init__(self, model: Llama, prompts: Sequence[Sequence[int]], tokens: int, k: int) -> None:
         super().__init__()
         self._model, self._prompts, self._tokens, self._k = model, prompts, tokens, k

@@ -118,7 +118,6 @@ class TorchEngine:
         k: int,
     ) -> None:
         self._swap, self._torch_stream, self._starts, self._k = swap, torch_stream, starts, k
-        self.is_exact = len(starts) * (k + 1) <= STEP_ROWS
         self._exit_layers = math.ceil(EXIT_SHARE * model.config.layers)
         self._stream = swap.device.stream(torch_stream.cuda_stream)
         self._rows = TorchRows(model, torch_stream)
@@ -157,6 +156,9 @@ class TorchEngine:
             io="memory",
             tile_tokens=TILE_TOKENS,
         )
+        # Plain steps, drafts and rounds have products of as many rows, and so the same bits.
+        rows = max(STEP_ROWS, batch * (k + 1))
+        model = TorchLlama(model.config, model.weights, least_rows=rows)
         torch_stream = torch.cuda.Stream(device)
         async with hsswap.HighSpeedSwap.open(config) as swap, AsyncExitStack() as opened:
             sequences, starts = [], []
