@@ -65,7 +65,7 @@ check: $(STAMP) ## lint, format, types and the rules of layout, without changing
 
 # Two hours: printing the stacks of running threads can itself crash Python 3.11.
 soak: $(STAMP) ## the tests marked slow or soak
-	HSSWAP_SOAK_RESULTS=bench/results/soak-store.json $(BIN)/python -m pytest -m 'slow or soak' \
+	HSSWAP_SOAK_RESULTS=bench/results $(BIN)/python -m pytest -m 'slow or soak' \
 	  -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)

@@ -18,6 +18,8 @@ class End(Enum):
 
 def end_of(flags: int, left: int) -> End | None:
     """From a sequence's flags and the tokens that it has room for; None: it goes on."""
+    if not flags:  # nearly always; the enum's operators take a microsecond each
+        return End.LENGTH if left <= 0 else None
     if flags & (RoundFlag.BAD_TOKEN | RoundFlag.BAD_DRAFT | RoundFlag.OVERFLOW):
         return End.FAILED
     if flags & RoundFlag.STOPPED:
@@ -27,6 +29,8 @@ def end_of(flags: int, left: int) -> End | None:
 
 def error_of(flags: int, s: int) -> HsswapError | None:
     """What a sequence's flags mean for who uses it."""
+    if not flags:
+        return None
     if flags & RoundFlag.BAD_TOKEN:
         return ModelError(
             f"sequence {s}: the model's next token is outside its vocabulary, or its logits are "

@@ -1,36 +1,15 @@
-"""Long runs in short form, and at full length under ``make soak``.
-
-With HSSWAP_SOAK_RESULTS set (``make soak`` sets it) the long forms write what they did there.
-"""
+"""Long runs in short form, and at full length under ``make soak``, which notes what they did."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.io.killed import Killing
 from tests.io.store_model import Player
-
-
-def note(**results: Any) -> None:
-    """Add to the results file, if one is asked for."""
-    name = os.environ.get("HSSWAP_SOAK_RESULTS")
-    if not name:
-        return
-    path = Path(name)
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known.update(results)
-    known["machine"] = {"kernel": platform.release(), "cores": os.cpu_count()}
-    known["date"] = time.strftime("%Y-%m-%d", time.gmtime())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+from tests.soaking import note
 
 
 async def play(seed: int, count: int, reopenings: float) -> Player:
@@ -53,7 +32,7 @@ def test_random_operations(seed: int) -> None:
 def test_a_million_random_operations() -> None:
     player = asyncio.run(play(7, 1_000_000, 0.002))
     assert sum(player.done.values()) == 1_000_000
-    note(random_operations=dict(player.done), random_operations_ok=True)
+    note("store", random_operations=dict(player.done), random_operations_ok=True)
 
 
 def kill_rounds(place: Path, rounds: int) -> Killing:
@@ -72,4 +51,9 @@ def test_killed_three_times(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_killed_two_hundred_times(tmp_path: Path) -> None:
     killing = kill_rounds(tmp_path / "store", 200)
-    note(kill_rounds=killing.rounds, kill_blocks_checked=killing.blocks_checked, kill_ok=True)
+    note(
+        "store",
+        kill_rounds=killing.rounds,
+        kill_blocks_checked=killing.blocks_checked,
+        kill_ok=True,
+    )

@@ -14,7 +14,15 @@ from hsswap.driver.base import Closeable, Device, Graph, Stream
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.models.torch_rounds import TorchGraph
 from hsswap.models.torch_step import captured, on_device
-from hsswap.rounds import Admission, Drafter, LayerLengths, StreamBufs, Target, addresses_of
+from hsswap.rounds import (
+    Admission,
+    Drafter,
+    LayerLengths,
+    NgramDrafter,
+    StreamBufs,
+    Target,
+    addresses_of,
+)
 from tests.rounds.models import ORDER
 
 NONE = -1  # NO_TOKEN as int32
@@ -121,15 +129,25 @@ class TorchTable(Target, Closeable):
 
 
 class TorchGuess(Drafter):
-    """The drafters of ``models.guesses`` by name, with numbers mixed from position and slot in
-    place of random ones, and probabilities from 0.3 on.
+    """The drafters of ``models.guesses`` by name, one a sequence, with numbers mixed from position
+    and slot in place of random ones, and probabilities from 0.3 on. Sequences whose kind is "ngram"
+    have the drafts of an n-gram drafter.
     """
 
-    def __init__(self, place: Place, kind: str, vocab: int, seed: int) -> None:
-        self._place, self._kind, self._vocab, self._seed = place, kind, vocab, seed
+    def __init__(
+        self, device: Device, place: Place, kinds: Sequence[str], vocab: int, seed: int
+    ) -> None:
+        self._place, self._vocab, self._seed = place, vocab, seed
+        self._ngram = NgramDrafter(device)
+        self._whose = {
+            kind: torch.tensor([each == kind for each in kinds], device=place.name)
+            for kind in sorted(set(kinds))
+        }
 
     def draft(self, stream: Stream, bufs: StreamBufs) -> None:
         """See :class:`Drafter`."""
+        if "ngram" in self._whose:
+            self._ngram.draft(stream, bufs)
         self._place.run(stream, lambda: self._draft(bufs))
 
     def _draft(self, bufs: StreamBufs) -> None:
@@ -144,21 +162,29 @@ class TorchGuess(Drafter):
             right = logits_behind(last, known + j, self._vocab).argmax(1)
             last = torch.cat([last[:, 1:], right[:, None]], 1)
             number = self._mixed(pos, j)
-            match self._kind:
-                case "perfect":
-                    token = right
-                case "adversarial":
-                    token = (right + 1) % self._vocab
-                case "random":
-                    token = number % self._vocab
-                case "often":
-                    wrong = (number >> 8) % self._vocab
-                    token = torch.where(number % 10 < 8, right, wrong)
-                case _:
-                    token = torch.where(length > j, right, torch.full_like(right, NONE))
-            drafts[:, 2 * j] = token.int()
             probability = 0.3 + 0.7 * ((number >> 4) % 1024).float() / 1024
-            drafts[:, 2 * j + 1] = probability.view(torch.int32)
+            for kind, mine in self._whose.items():
+                if kind != "ngram":
+                    token = self._token(kind, right, number, length > j).int()
+                    drafts[:, 2 * j] = torch.where(mine, token, drafts[:, 2 * j])
+                    bits = probability.view(torch.int32)
+                    drafts[:, 2 * j + 1] = torch.where(mine, bits, drafts[:, 2 * j + 1])
+
+    def _token(
+        self, kind: str, right: torch.Tensor, number: torch.Tensor, within: torch.Tensor
+    ) -> torch.Tensor:
+        """Drafts of one slot by one kind, for every sequence."""
+        match kind:
+            case "perfect":
+                return right
+            case "adversarial":
+                return (right + 1) % self._vocab
+            case "random":
+                return number % self._vocab
+            case "often":
+                return torch.where(number % 10 < 8, right, (number >> 8) % self._vocab)
+        assert kind == "short"
+        return torch.where(within, right, torch.full_like(right, NONE))
 
     def _mixed(self, pos: torch.Tensor, slot: int) -> torch.Tensor:
         """Numbers under 2**31 ``[batch]``, of positions, sequences and the slot."""
