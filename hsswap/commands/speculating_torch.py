@@ -25,7 +25,6 @@ from hsswap.rounds import (
     StepsEarlyExit,
     StepsTarget,
     Stream,
-    Tensor,
 )
 
 
@@ -98,17 +97,9 @@ class VerifiedRows(TorchRows):
         self.verify_s = 0.0
         self._verifier, self._end = verifier, last
 
-    def __call__(
-        self,
-        stream: Stream,
-        steps: Sequence[Steps],
-        tokens: Tensor,
-        logits: Tensor,
-        *,
-        layers: int | None = None,
-    ) -> None:
+    def __call__(self, *given: Any, **more: Any) -> None:
         """See :class:`hsswap.rounds.RowsModel`."""
-        super().__call__(stream, steps, tokens, logits, layers=layers)
+        super().__call__(*given, **more)
         start = time.perf_counter()
         self._verifier.check()
         self.verify_s += time.perf_counter() - start

@@ -8,7 +8,7 @@ stays there. Work goes to torch's current stream, whose raw handle is ``TorchLla
 
 Rows that are run together share matrix products, whose rounding depends on the number of rows. Who
 needs equal bits of a token alone and among others (speculation) fills up passes of few rows to one
-number (``least_rows``).
+number (``least_rows``): that of the largest pass, which is K + 1 rows of each sequence of a batch.
 
 torch (extra ``torch``) is imported with this file.
 """

@@ -1,8 +1,8 @@
 """The Llama in torch as target of speculative rounds on a GPU, and as early-exit drafter.
 
 A round's passes run on one torch stream, which is the round stream's too, and are captured with the
-rest of the round in one CUDA graph. A model with ``least_rows`` gives a row of a verify the bits of
-a plain step; else every pass must have as many rows, of which all but the first may be filler.
+rest of the round in one CUDA graph. A model with ``least_rows`` of a whole verify (sequences times
+K + 1) gives a row of it the bits of a plain step.
 """
 
 from __future__ import annotations

@@ -103,15 +103,18 @@ class Echo:
         return queries
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 15, 16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 15, 16, 20, 80])
 def test_rows_alone_have_the_bits_of_rows_among_others(where: str, rows: int) -> None:
-    """With ``least_rows``, wherever the row stands; the first layers alone too."""
+    """With ``least_rows``, wherever the row stands; the first layers alone too. More than 16 are a
+    verify of several sequences.
+    """
     config = LlamaConfig(
         layers=2, width=576, q_heads=9, kv_heads=3, head_dim=64, ffn_width=1536, rope_base=1e4,
-        rope_dims=64, rope_factor=1.0, rms_eps=1e-5, context_tokens=64, vocab_size=5000,
+        rope_dims=64, rope_factor=1.0, rms_eps=1e-5, context_tokens=96, vocab_size=5000,
         tied_embeddings=True,
     )  # fmt: skip
-    model = TorchLlama(config, random_weights(config, where, torch.float32), least_rows=STEP_ROWS)
+    weights = random_weights(config, where, torch.float32)
+    model = TorchLlama(config, weights, least_rows=max(STEP_ROWS, rows))
     ids = torch.arange(rows, device=where) * 311 % config.vocab_size
     positions = torch.arange(rows, device=where) + 7
     together = model.logits(model.hidden(ids, positions, Echo()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
@@ -12,6 +12,7 @@ import hsswap
 from hsswap.config import SwapConfig
 from hsswap.io.memory import MemoryIO
 from hsswap.rounds import (
+    Drafter,
     NgramDrafter,
     RoundStream,
     SequenceStart,
@@ -41,11 +42,62 @@ async def plain(prompt: list[int], count: int) -> list[int]:
     """Greedy tokens, one at a time."""
     async with swap_of() as swap, swap.sequence() as sequence:
         tokens = list(prompt)
-        tokens.append(int(np.argmax((await run_rows(sequence, prompt, 0))[-1])))
+        tokens.append(await first_token(sequence, prompt))
         while len(tokens) < len(prompt) + count:
             logits = await run_rows(sequence, tokens[-1:], len(tokens) - 1)
             tokens.append(int(np.argmax(logits[-1])))
         return tokens[len(prompt) :]
+
+
+@asynccontextmanager
+async def speculating(
+    swap: hsswap.HighSpeedSwap,
+    sequences: Sequence[hsswap.Sequence],
+    drafter: str | Drafter = "ngram",
+    *,
+    k: int = 3,
+    rounds: int = 2,
+    session: int = 512,
+    streams: int = 1,
+) -> AsyncIterator[tuple[StepsTarget, list[RoundStream]]]:
+    """Round streams over one target, of sequences that have their prompts; they are given back at
+    the end. ``drafter`` "exit-N": the first N layers.
+    """
+    stream, model = swap.device.stream(), Rows(k + 1)
+    target = StepsTarget(
+        *(swap.device, stream, sequences, model), k=k, vocab_size=VOCAB, session_tokens=session
+    )
+    with StepsEarlyExit(
+        swap.device, target, model, layers=2 if drafter == "exit-2" else 1
+    ) as early:
+        if isinstance(drafter, str):
+            drafter = NgramDrafter(swap.device) if drafter == "ngram" else early
+        async with AsyncExitStack() as opened:
+            parts = (swap.device, target, drafter)
+            yield (
+                target,
+                [
+                    await opened.enter_async_context(
+                        RoundStream(
+                            *parts,
+                            k=k,
+                            rounds=rounds,
+                            batch=len(sequences),
+                            history_tokens=700,
+                            stream=stream,
+                        )
+                    )
+                    for _ in range(streams)
+                ],
+            )
+    await target.close()
+    await target.close()
+    stream.close()
+
+
+async def first_token(sequence: hsswap.Sequence, prompt: list[int]) -> int:
+    """Prefill; the model's choice behind it."""
+    return int(np.argmax((await run_rows(sequence, prompt, 0))[-1]))
 
 
 class Guesser(GuessDrafter):
@@ -78,40 +130,24 @@ async def test_tokens_are_those_of_plain_steps(
     expected = [await plain(prompt, COUNT + 2) for prompt in PROMPTS]
     async with swap_of() as swap, swap.sequence() as one, swap.sequence() as two:
         sequences = [one, two]
-        firsts = []
-        for sequence, prompt in zip(sequences, PROMPTS, strict=True):
-            firsts.append(int(np.argmax((await run_rows(sequence, prompt, 0))[-1])))
+        firsts = [await first_token(s, p) for s, p in zip(sequences, PROMPTS, strict=True)]
         made = [[first] for first in firsts]
-        stream, model = swap.device.stream(), Rows(k + 1)
-        target = StepsTarget(
-            *(swap.device, stream, sequences, model),
+        async with speculating(
+            *(swap, sequences, Guesser(expected) if drafter == "guess" else drafter),
             k=k,
-            vocab_size=VOCAB,
-            session_tokens=session,
-        )
-        layers = 2 if drafter == "exit-2" else 1
-        with StepsEarlyExit(swap.device, target, model, layers=layers) as early:
-            async with RoundStream(
-                *(swap.device, target, Guesser(expected) if drafter == "guess" else early),
-                k=k,
-                rounds=rounds,
-                batch=2,
-                history_tokens=300,
-                stream=stream,
-            ) as speculating:
-                await speculating.start(
-                    [
-                        SequenceStart(prompt, first, len(prompt) + COUNT)
-                        for prompt, first in zip(PROMPTS, firsts, strict=True)
-                    ]
-                )
-                async for burst in speculating.bursts():
-                    for mine, tokens in zip(made, burst.tokens, strict=True):
-                        mine += tokens
-                assert speculating.acceptance.share >= LEAST_SHARE[drafter]
-        await target.close()
-        await target.close()
-        stream.close()
+            rounds=rounds,
+            session=session,
+        ) as (_, [stream]):
+            await stream.start(
+                [
+                    SequenceStart(prompt, first, len(prompt) + COUNT)
+                    for prompt, first in zip(PROMPTS, firsts, strict=True)
+                ]
+            )
+            async for burst in stream.bursts():
+                for mine, tokens in zip(made, burst.tokens, strict=True):
+                    mine += tokens
+            assert stream.acceptance.share >= LEAST_SHARE[drafter]
         for sequence, prompt, mine, wanted in zip(sequences, PROMPTS, made, expected, strict=True):
             assert mine == wanted[: COUNT + 1]
             assert sequence.length == len(prompt) + COUNT
@@ -127,27 +163,15 @@ async def test_blocks_only_on_disk_make_rounds_single(drafter: str) -> None:
     prompt, count = [1, 2, 3] * 200, 39  # with one token more the last block is full
     wanted = await plain(prompt, count + 2)
     async with swap_of(host_slots=34, tokens=len(prompt) + count + 1) as swap:
-        sequence, stream, model = swap.sequence(), swap.device.stream(), Rows(4)
-        first = int(np.argmax((await run_rows(sequence, prompt, 0))[-1]))
-        target = StepsTarget(swap.device, stream, [sequence], model, k=3, vocab_size=VOCAB)
-        layers = 2 if drafter == "exit-2" else 1
-        with StepsEarlyExit(swap.device, target, model, layers=layers) as early:
-            async with RoundStream(
-                *(swap.device, target, NgramDrafter(swap.device) if drafter == "ngram" else early),
-                k=3,
-                rounds=2,
-                history_tokens=700,
-                stream=stream,
-            ) as speculating:
-                await speculating.start([SequenceStart(prompt, first, len(prompt) + count)])
-                made = [first]
-                async for burst in speculating.bursts():
-                    made += burst.tokens[0]
-                    assert burst.rounds == 1
-                    assert "host_slots" in burst.why
-                assert speculating.acceptance.share >= LEAST_SHARE.get(drafter, 0)
-        await target.close()
-        stream.close()
+        sequence = swap.sequence()
+        made = [await first_token(sequence, prompt)]
+        async with speculating(swap, [sequence], drafter) as (_, [stream]):
+            await stream.start([SequenceStart(prompt, made[0], len(prompt) + count)])
+            async for burst in stream.bursts():
+                made += burst.tokens[0]
+                assert burst.rounds == 1
+                assert "host_slots" in burst.why
+            assert stream.acceptance.share >= LEAST_SHARE.get(drafter, 0)
         assert made == wanted[: count + 1]
         assert sequence.length == len(prompt) + count
         logits = await run_rows(sequence, made[-1:], sequence.length)
@@ -161,65 +185,32 @@ async def test_a_second_start_goes_back(session: int) -> None:
     """The same prompt once more, from the K and V that are there: the same tokens, within the steps
     that are open or with new ones.
     """
-    prompt, k = PROMPTS[0], 3
+    prompt = PROMPTS[0]
     wanted = await plain(prompt, COUNT + 1)
     async with swap_of() as swap, swap.sequence() as sequence:
-        stream, model = swap.device.stream(), Rows(k + 1)
-        assert int(np.argmax((await run_rows(sequence, prompt, 0))[-1])) == wanted[0]
-        target = StepsTarget(
-            *(swap.device, stream, [sequence], model),
-            k=k,
-            vocab_size=VOCAB,
-            session_tokens=session,
-        )
-        async with RoundStream(
-            *(swap.device, target, NgramDrafter(swap.device)),
-            k=k,
-            rounds=4,
-            history_tokens=300,
-            stream=stream,
-        ) as speculating:
+        assert await first_token(sequence, prompt) == wanted[0]
+        async with speculating(swap, [sequence], rounds=4, session=session) as (target, [stream]):
             seen = set()
             for count in (2, COUNT, 7, COUNT):
                 start = SequenceStart(prompt, wanted[0], len(prompt) + count)
-                await speculating.start([start])
-                assert [t async for t in speculating.tokens()] == wanted[1 : count + 1]
+                await stream.start([start])
+                assert [t async for t in stream.tokens()] == wanted[1 : count + 1]
                 seen.add(id(target.steps))
             assert (len(seen) == 1) == (session == 512)
-        await target.close()
-        stream.close()
         assert sequence.length == len(prompt) + COUNT
 
 
 async def test_two_streams_take_turns_on_one_target() -> None:
     """A start puts lengths back that another stream has moved."""
-    prompt, k = PROMPTS[0], 3
+    prompt = PROMPTS[0]
     wanted = await plain(prompt, COUNT + 1)
     async with swap_of() as swap, swap.sequence() as sequence:
-        stream, model = swap.device.stream(), Rows(k + 1)
-        assert int(np.argmax((await run_rows(sequence, prompt, 0))[-1])) == wanted[0]
-        target = StepsTarget(swap.device, stream, [sequence], model, k=k, vocab_size=VOCAB)
-        drafter = NgramDrafter(swap.device)
-        async with AsyncExitStack() as opened:
-            streams = [
-                await opened.enter_async_context(
-                    RoundStream(
-                        *(swap.device, target, drafter),
-                        k=k,
-                        rounds=2,
-                        history_tokens=300,
-                        stream=stream,
-                    )
-                )
-                for _ in range(2)
-            ]
+        assert await first_token(sequence, prompt) == wanted[0]
+        async with speculating(swap, [sequence], streams=2) as (_, streams):
             for turn in range(4):
-                await streams[turn % 2].start(
-                    [SequenceStart(prompt, wanted[0], len(prompt) + COUNT)]
-                )
-                assert [t async for t in streams[turn % 2].tokens()] == wanted[1 : COUNT + 1]
-        await target.close()
-        stream.close()
+                stream = streams[turn % 2]
+                await stream.start([SequenceStart(prompt, wanted[0], len(prompt) + COUNT)])
+                assert [t async for t in stream.tokens()] == wanted[1 : COUNT + 1]
 
 
 @pytest.mark.parametrize("session", [4, 512])
@@ -227,32 +218,17 @@ async def test_a_start_from_another_token_changes_no_full_block(session: int) ->
     """Back before where steps were opened again: full blocks there are on disk, and keep the bytes
     that were written. What comes behind the prompt gets blocks of its own.
     """
-    prompt, k, count = PROMPTS[0], 3, 40
+    prompt, count = PROMPTS[0], 40
     wanted = await plain(prompt, count + 1)
     other = (wanted[0] + 1) % VOCAB
     wanted_other = await plain([*prompt, other], 10)
     async with swap_of() as swap, swap.sequence() as sequence:
-        stream, model = swap.device.stream(), Rows(k + 1)
-        await run_rows(sequence, prompt, 0)
-        target = StepsTarget(
-            *(swap.device, stream, [sequence], model),
-            k=k,
-            vocab_size=VOCAB,
-            session_tokens=session,
-        )
-        async with RoundStream(
-            *(swap.device, target, NgramDrafter(swap.device)),
-            k=k,
-            rounds=2,
-            history_tokens=300,
-            stream=stream,
-        ) as speculating:
-            await speculating.start([SequenceStart(prompt, wanted[0], len(prompt) + count)])
-            assert [t async for t in speculating.tokens()] == wanted[1 : count + 1]
-            await speculating.start([SequenceStart(prompt, other, len(prompt) + 9)])
-            assert [t async for t in speculating.tokens()] == wanted_other[:9]
-        await target.close()
-        stream.close()
+        await first_token(sequence, prompt)
+        async with speculating(swap, [sequence], session=session) as (_, [stream]):
+            await stream.start([SequenceStart(prompt, wanted[0], len(prompt) + count)])
+            assert [t async for t in stream.tokens()] == wanted[1 : count + 1]
+            await stream.start([SequenceStart(prompt, other, len(prompt) + 9)])
+            assert [t async for t in stream.tokens()] == wanted_other[:9]
         assert sequence.length == len(prompt) + 9
         logits = await run_rows(sequence, wanted_other[8:9], sequence.length)
         assert int(np.argmax(logits[-1])) == wanted_other[9]
