@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from hsswap.commands import fsck
 from hsswap.commands.interrupts import Interrupts
-from hsswap.errors import ConfigError, StoreLocked
+from hsswap.errors import BlockIOError, ConfigError, StoreLocked
 from hsswap.io import BlockStore
 from hsswap.io.checking import check_store
 from hsswap.io.directory import segment_name
@@ -108,8 +109,45 @@ def test_what_is_no_store(place: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no persistent store"):
             run(str(path))
     assert not (tmp_path / "none").exists()
-    (place / MANIFEST_NAME).write_bytes(bytes(4096))
-    with pytest.raises(ConfigError, match="never made in full"):
+    for path in place.iterdir():
+        path.unlink()
+    for content in (b"", bytes(4096)):
+        (place / MANIFEST_NAME).write_bytes(content)
+        with pytest.raises(ConfigError, match="never made in full"):
+            run(str(place))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095])
+@pytest.mark.parametrize("left", ["records", "segments"])
+def test_a_manifest_that_was_cut_short(place: Path, left: str, nbytes: int) -> None:
+    """The text is whole and the padding is not: an opening would not read it either."""
+    os.truncate(place / MANIFEST_NAME, nbytes)
+    for path in place.iterdir():
+        if path.name != MANIFEST_NAME and path.name.startswith("segment") != (left == "segments"):
+            path.unlink()
+    with pytest.raises(ConfigError, match="damaged; restore it"):
+        run(str(place))
+
+
+def test_records_that_are_gone(place: Path) -> None:
+    (place / RECORDS_NAME).unlink()
+    with pytest.raises(ConfigError, match=f"{RECORDS_NAME} is missing; restore it"):
+        run(str(place))
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096, None])
+def test_records_of_zeros_are_not_those_of_a_new_store(place: Path, nbytes: int | None) -> None:
+    length = (place / RECORDS_NAME).stat().st_size if nbytes is None else nbytes
+    (place / RECORDS_NAME).write_bytes(bytes(length))
+    report = check_store(place)
+    assert (report.ok, report.damaged_records, report.blocks) == (False, 1, 0)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, RECORDS_NAME])
+def test_links_are_not_followed(place: Path, tmp_path: Path, name: str) -> None:
+    (place / name).rename(tmp_path / "elsewhere")
+    (place / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BlockIOError, match="symbolic links"):
         run(str(place))
 
 

@@ -21,9 +21,9 @@ from hsswap.io.directory import SEGMENT_NAME, StoreDirectory, segment_name
 from hsswap.io.growth import capacity_now, record_files
 from hsswap.io.ids import id_of
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_count
-from hsswap.io.manifest import MANIFEST_NAME, Manifest
+from hsswap.io.manifest import MANIFEST_BYTES_LIMIT, MANIFEST_NAME, Manifest
 from hsswap.io.problems import from_os_error
-from hsswap.io.records import REPLACED, VALID, RecordLayout, Records
+from hsswap.io.records import RECORDS_NAME, REPLACED, VALID, RecordLayout, Records
 from hsswap.io.replaced import is_content
 from hsswap.io.spare import SPARE_NAME, slot_bytes_of
 
@@ -40,8 +40,8 @@ class BadBlock:
 @dataclass
 class Report:
     """What a check found. ``blocks``: that records speak of. ``damaged_records``: whose CRC is
-    wrong; what they said is lost. ``prefixes``: blocks with a key. ``stray_files``: segments that
-    no record speaks of; the next open removes them.
+    wrong, or the header that is gone; what they said is lost. ``prefixes``: blocks with a key.
+    ``stray_files``: segments that no record speaks of; the next open removes them.
     """
 
     directory: str
@@ -75,7 +75,7 @@ def check_store(path: Path) -> Report:
             )
         places = [path, *map(Path, manifest.directories[1:])]
         report = Report(str(path))
-        records = _records(path, manifest, report)
+        records = _records(places, manifest, report)
         layout, capacity = SegmentLayout(manifest.dims), records.layout.capacity
         _check_replaced(path, layout, records, report)
         for number in range(segment_count(capacity)):
@@ -112,29 +112,54 @@ def _mapped(what: str) -> Iterator[None]:
 
 def _manifest(path: Path) -> Manifest:
     place = path / MANIFEST_NAME
-    manifest = Manifest.from_bytes(place.read_bytes(), str(place), alone=False)
+    content = _content(place, MANIFEST_BYTES_LIMIT).tobytes()
+    whole = content[: len(content) // DISK_ALIGNMENT * DISK_ALIGNMENT]  # as an opening reads it
+    manifest = Manifest.from_bytes(whole, str(place), alone=False)
     if manifest is None:
+        if record_files(os.listdir(path), 0) or _segments(path):
+            raise ConfigError(f"{place} is damaged; restore it or remove the store")
         raise ConfigError(f"{path} holds no persistent store: it was never made in full")
     return manifest
 
 
-def _records(path: Path, manifest: Manifest, report: Report) -> Records:
+def _records(places: list[Path], manifest: Manifest, report: Report) -> Records:
+    path = places[0]
     files = record_files(os.listdir(path), manifest.capacity_blocks)
+    segments = any(map(_segments, places))
     if not files:
+        if segments:
+            raise ConfigError(
+                f"{path / RECORDS_NAME} is missing; restore it or remove what is left of the store"
+            )
         return Records(RecordLayout(manifest.dims.layers, manifest.capacity_blocks))
     capacity = capacity_now({number: _first_page(path / name) for number, name in files.items()})
     layout = RecordLayout(manifest.dims.layers, capacity)
     records = Records(layout)
-    content = np.fromfile(path / files[capacity], np.uint8, layout.file_bytes)
+    content = _content(path / files[capacity], layout.file_bytes)
     records.image[: len(content)] = content
     report.damaged_records = records.drop_invalid()
+    if segments and not report.damaged_records and records.header["state"][0] != VALID:
+        report.damaged_records = 1  # the first opening writes the header, and then blocks come
     report.prefixes = int((records.ids["state"] == VALID).sum())
     return records
 
 
+def _content(path: Path, most: int) -> NDArray[np.uint8]:
+    """The first bytes of a file that is no link, which an opening does not follow either."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        return np.fromfile(file, np.uint8, most)
+
+
 def _first_page(path: Path) -> NDArray[np.uint8]:
-    content = np.fromfile(path, np.uint8, DISK_ALIGNMENT)
+    content = _content(path, DISK_ALIGNMENT)
     return np.pad(content, (0, DISK_ALIGNMENT - len(content)))
+
+
+def _segments(place: Path) -> list[str]:
+    """Names of the segment files in a directory, which may be gone."""
+    names = os.listdir(place) if place.is_dir() else ()
+    return sorted(filter(SEGMENT_NAME.fullmatch, names))
 
 
 def _check_segment(
@@ -211,6 +236,5 @@ def _find_strays(places: list[Path], manifest: Manifest, records: Records, repor
     numbers = set((np.flatnonzero(known) // SEGMENT_IDS).tolist())
     for part, place in enumerate(places):
         expected = {segment_name(n) for n in numbers if n % len(places) == part}
-        for name in sorted(os.listdir(place)) if place.is_dir() else ():
-            if SEGMENT_NAME.fullmatch(name) and name not in expected:
-                report.stray_files.append(str(place / name))
+        strays = [name for name in _segments(place) if name not in expected]
+        report.stray_files.extend(str(place / name) for name in strays)
