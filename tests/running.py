@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hsswap.__main__ import make_parser
 from hsswap.commands.generate import Job, run_job
@@ -19,8 +20,8 @@ from hsswap.commands.generate_args import GenerateOptions
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.report import Report
 from hsswap.driver.base import Device
-from hsswap.errors import VerifyError
-from hsswap.models import Llama
+from hsswap.errors import ModelError, VerifyError
+from hsswap.models import Llama, default_model_path
 from tests.models.tiny_llama import Tiny, tiny_weights, write_tiny
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -65,6 +66,16 @@ class TinyRun:
         model = Llama.from_gguf(job.file)
         with Interrupts() as interrupts:
             return run_job(job, model, interrupts, progress_to=StringIO(), device=device)
+
+
+def real_model() -> Path:
+    """SmolLM2: MODEL names it, or it is that of the package."""
+    if named := os.environ.get("MODEL"):
+        return Path(named)
+    try:
+        return default_model_path()
+    except ModelError as error:
+        pytest.skip(f"MODEL names no GGUF, and {error}")
 
 
 class Terminal(StringIO):

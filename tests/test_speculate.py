@@ -14,8 +14,8 @@ from hsswap.bench.rounds import SMALL, small_model
 from hsswap.bf16 import U16
 from hsswap.commands.decoding import Step
 from hsswap.errors import ArgumentError
-from hsswap.models import default_model_path
-from tests.running import TINY, TinyRun
+from hsswap.models import read_config
+from tests.running import TINY, TinyRun, real_model
 
 COUNT = 60
 
@@ -130,18 +130,30 @@ def test_steps_of_a_burst_add_up() -> None:
     assert step.shared_by(0) == []
 
 
+@pytest.fixture(scope="module", params=[3, 60, 650])
+def smol(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyRun, list[str], list[int]]:
+    """The real model with a prompt of 18, 544 or 7,877 tokens: under a span, over tiles, and with
+    less room than 512 tokens; what is asked for, and the tokens of plain decoding.
+    """
+    prompt = tmp_path_factory.mktemp("smol") / "prompt.txt"
+    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(request.param)))
+    run = TinyRun(real_model(), prompt)
+    slots = ["--slots", "1200"]
+    job = run.job("--tokens", "1", *slots)
+    room = read_config(job.file).context_tokens - len(job.prompt)
+    asked = ["--tokens", str(min(512, room)), *slots]
+    return run, asked, run.run(*asked)[0].run.tokens
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
-@pytest.mark.parametrize("words", [3, 900])
-def test_smollm2_for_512_tokens(tmp_path: Path, drafter: str, words: int) -> None:
-    """The real model, swap on: prompts under and over a span and a tile, tokens equal."""
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(words)))
-    smol = TinyRun(default_model_path(), prompt)
-    plain, _ = smol.run("--tokens", "512", "--slots", "1200")
-    slots = ["--slots", "1200", "--speculate", drafter]
-    ours, _ = smol.run("--tokens", "512", *slots)
-    assert ours.run.tokens == plain.run.tokens
+def test_smollm2_for_512_tokens(smol: tuple[TinyRun, list[str], list[int]], drafter: str) -> None:
+    """The real model, swap on: tokens equal, up to the end of the context."""
+    run, asked, plain = smol
+    ours, _ = run.run(*asked, "--speculate", drafter)
+    assert ours.run.tokens == plain
 
 
 class Echo:

@@ -4,7 +4,6 @@ swap on the host device, and on a GPU in captured rounds.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -15,9 +14,8 @@ from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.output import OutputError
 from hsswap.commands.report import Report
-from hsswap.errors import ModelError
-from hsswap.models import default_model_path, open_gguf
-from tests.running import TINY, TinyRun
+from hsswap.models import open_gguf
+from tests.running import TINY, TinyRun, real_model
 
 torch = pytest.importorskip("torch")
 
@@ -176,16 +174,6 @@ def test_a_continuation_is_stored_and_found_again(
         made.append(report.run)
     assert made[0].tokens == made[1].tokens
     assert made[1].prefix_tokens > made[0].prefix_tokens == 0
-
-
-def real_model() -> Path:
-    """MODEL names it, or it is that of the package."""
-    if named := os.environ.get("MODEL"):
-        return Path(named)
-    try:
-        return default_model_path()
-    except ModelError as error:
-        pytest.skip(f"MODEL names no GGUF, and {error}")
 
 
 WORDS = {"a block": 2, "a span": 60, "tiles": 570, "the end of the context": 650}
