@@ -21,6 +21,7 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 PLAIN = (
     *("bf16", "checksum", "codec", "config", "errors", "metrics"),
     *("dims", "e4m3", "halves", "predictor_config", "rope", "top_k_config", "validation"),
+    "plain_file",
 )
 CONTRACTS = (
     *("driver.base", "driver.tensor"),

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,14 @@ def test_records_of_zeros_are_not_those_of_a_new_store(place: Path, nbytes: int 
     (place / RECORDS_NAME).write_bytes(bytes(length))
     report = check_store(place)
     assert (report.ok, report.damaged_records, report.blocks) == (False, 1, 0)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_records_that_are_no_file(place: Path, make: Callable[[Path], None]) -> None:
+    (place / RECORDS_NAME).unlink()
+    make(place / RECORDS_NAME)
+    with pytest.raises(BlockIOError):
+        run(str(place))
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, RECORDS_NAME])

@@ -26,6 +26,7 @@ from hsswap.io.problems import from_os_error
 from hsswap.io.records import RECORDS_NAME, REPLACED, VALID, RecordLayout, Records
 from hsswap.io.replaced import is_content
 from hsswap.io.spare import SPARE_NAME, slot_bytes_of
+from hsswap.plain_file import read_plain
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _mapped(what: str) -> Iterator[None]:
 
 def _manifest(path: Path) -> Manifest:
     place = path / MANIFEST_NAME
-    content = _content(place, MANIFEST_BYTES_LIMIT).tobytes()
+    content = read_plain(place, MANIFEST_BYTES_LIMIT)
     whole = content[: len(content) // DISK_ALIGNMENT * DISK_ALIGNMENT]  # as an opening reads it
     manifest = Manifest.from_bytes(whole, str(place), alone=False)
     if manifest is None:
@@ -135,8 +136,8 @@ def _records(places: list[Path], manifest: Manifest, report: Report) -> Records:
     capacity = capacity_now({number: _first_page(path / name) for number, name in files.items()})
     layout = RecordLayout(manifest.dims.layers, capacity)
     records = Records(layout)
-    content = _content(path / files[capacity], layout.file_bytes)
-    records.image[: len(content)] = content
+    content = read_plain(path / files[capacity], layout.file_bytes)
+    records.image[: len(content)] = np.frombuffer(content, np.uint8)
     report.damaged_records = records.drop_invalid()
     if segments and not report.damaged_records and records.header["state"][0] != VALID:
         report.damaged_records = 1  # the first opening writes the header, and then blocks come
@@ -144,16 +145,8 @@ def _records(places: list[Path], manifest: Manifest, report: Report) -> Records:
     return records
 
 
-def _content(path: Path, most: int) -> NDArray[np.uint8]:
-    """The first bytes of a file that is no link, which an opening does not follow either."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        return np.fromfile(file, np.uint8, most)
-
-
 def _first_page(path: Path) -> NDArray[np.uint8]:
-    content = _content(path, DISK_ALIGNMENT)
-    return np.pad(content, (0, DISK_ALIGNMENT - len(content)))
+    return np.frombuffer(read_plain(path, DISK_ALIGNMENT).ljust(DISK_ALIGNMENT, b"\0"), np.uint8)
 
 
 def _segments(place: Path) -> list[str]:

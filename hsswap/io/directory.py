@@ -119,12 +119,18 @@ class StoreDirectory:
         return self.path / segment_name(number)
 
     def close(self) -> None:
-        """Remove what is ours and unlock. Twice is fine. Raises BlockIOError at the end."""
+        """Remove what is ours and unlock. Twice is fine. Raises BlockIOError at the end.
+
+        A directory that went away meanwhile is let go, and so is one in its place that another
+        store has locked.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            with _named(f"emptying store directory {self.path}"):
+            with _named(f"store directory {self.path}"):
+                if not self._is_here():
+                    return
                 try:
                     if not self._keep:
                         _remove_segments(self.path)
@@ -134,6 +140,14 @@ class StoreDirectory:
         finally:
             os.close(self._lock)
             _remove_directories(self._made)
+
+    def _is_here(self) -> bool:
+        """Whether the directory is there, and nobody else's."""
+        try:
+            named = (self.path / LOCK_NAME).stat(follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return self.path.is_dir()
+        return os.path.samestat(named, os.fstat(self._lock))
 
 
 def segment_name(number: int) -> str:
@@ -215,7 +229,7 @@ def _lock(path: Path, *, create: bool) -> int | None:
     except BaseException:
         os.close(descriptor)
         raise
-    if (ours.st_dev, ours.st_ino) != (named.st_dev, named.st_ino):
+    if not os.path.samestat(ours, named):
         os.close(descriptor)
         return None
     return descriptor

@@ -21,6 +21,7 @@ import numpy as np
 
 from hsswap.codec import HeadCodec
 from hsswap.config import ModelDims, PredictorConfig
+from hsswap.plain_file import read_plain
 from hsswap.predictor.codes import Learned
 from hsswap.predictor.stand_in import StandIn
 
@@ -46,7 +47,8 @@ def save_basis(folder: Path, key: str, learned: Learned) -> None:
     np.savez(memory, key=np.array(key), **arrays)
     content = memory.getvalue()
     part = folder / f"{BASIS_NAME}.part"
-    with open(part, "wb") as file:
+    part.unlink(missing_ok=True)  # a process may have ended while it wrote it
+    with open(part, "xb") as file:
         file.write(crc32(content).to_bytes(4, "little") + content)
         file.flush()
         os.fsync(file.fileno())
@@ -55,8 +57,8 @@ def save_basis(folder: Path, key: str, learned: Learned) -> None:
 
 def load_basis(folder: Path, key: str) -> Learned | None:
     """The basis in the file; None where there is none that can be used."""
-    with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
-        content = (folder / f"{BASIS_NAME}.npz").read_bytes()
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        content = read_plain(folder / f"{BASIS_NAME}.npz")
         if int.from_bytes(content[:4], "little") != crc32(content[4:]):
             return None
         with np.load(BytesIO(content[4:]), allow_pickle=False) as arrays:

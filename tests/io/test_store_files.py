@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -198,6 +199,45 @@ def test_the_lock_is_a_file_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="symbolic link"):
         StoreDirectory.open(tmp_path)
     assert not (tmp_path / "victim").exists()
+
+
+def held(path: Path) -> StoreDirectory:
+    """A directory that is locked, with a segment in it."""
+    directory = StoreDirectory.open(path)
+    directory.segment_path(0).write_bytes(b"of " + str(path).encode())
+    return directory
+
+
+def test_a_directory_that_went_away_is_let_go(tmp_path: Path) -> None:
+    first = held(tmp_path / "made" / "store")
+    shutil.rmtree(tmp_path / "made")
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+    second = held(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("mine")
+    second.close()
+    assert (tmp_path / "store").read_text() == "mine"
+
+
+def test_what_another_store_has_in_its_place_stays(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    first = held(place)
+    shutil.rmtree(place)
+    second = held(place)
+    first.close()
+    with pytest.raises(StoreLocked):
+        StoreDirectory.open(place)
+    assert {path.name for path in place.iterdir()} == {LOCK_NAME, segment_name(0)}
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_lock_file_does_not_keep_the_rest(tmp_path: Path) -> None:
+    directory = held(tmp_path / "store")
+    (tmp_path / "store" / LOCK_NAME).unlink()
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_places_where_no_store_can_be(tmp_path: Path) -> None:
