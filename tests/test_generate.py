@@ -363,3 +363,12 @@ def test_what_stays_needs_a_place_and_is_not_verified(tiny: TinyRun, tmp_path: P
         tiny.job("--persist")
     with pytest.raises(ArgumentError, match="--verify"):
         tiny.job("--persist", "--verify", "--dir", str(tmp_path))
+    with pytest.raises(ArgumentError, match="--io memory keeps nothing"):
+        tiny.job("--persist", "--io", "memory", "--dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["--draft", "--rounds"])
+def test_drafts_without_speculation_are_refused(tiny: TinyRun, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} goes with --speculate"):
+        tiny.job(name, "4")
+    assert tiny.job("--speculate", "ngram").options.draft == 4

@@ -64,6 +64,8 @@ class Job:
                 raise ArgumentError("--plot needs 2 or more tokens: the first one is prefill's")
         if options.persist and options.directory is None:
             raise ArgumentError("--persist needs --dir, the folder that the cache stays in")
+        if options.persist and options.io == "memory":
+            raise ArgumentError("--io memory keeps nothing; leave --persist out, or --io")
         if options.persist and options.verify:
             raise ArgumentError("--verify compares with K and V of one run; leave --persist out")
         if options.speculate is not None:

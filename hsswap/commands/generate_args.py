@@ -14,6 +14,8 @@ MODES = ("exact", "topk")
 KV_DTYPES = ("bf16", "e4m3")
 DRAFTERS = ("ngram", "early-exit")
 STDIN = Path("-")
+DRAFT_ROUNDS = 4
+"""Drafts of a round, and rounds of a burst, unless said otherwise."""
 
 MODE_HELP = (
     "attend to all blocks (exact, the default), or to the best k for each KV head (topk): k is "
@@ -96,8 +98,17 @@ class GenerateOptions:
 
     @classmethod
     def of(cls, parsed: argparse.Namespace) -> GenerateOptions:
-        """From what the parser of :func:`add_arguments` returns."""
-        return cls(**{name: getattr(parsed, name) for name in cls.__dataclass_fields__})
+        """From what the parser of :func:`add_arguments` returns.
+
+        Raises ArgumentError for what goes with an option that is not there.
+        """
+        values = {name: getattr(parsed, name) for name in cls.__dataclass_fields__}
+        for name in ("draft", "rounds"):
+            if values[name] is None:
+                values[name] = DRAFT_ROUNDS
+            elif parsed.speculate is None:
+                raise ArgumentError(f"--{name} goes with --speculate")
+        return cls(**values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,9 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dir", dest="directory", type=Path, metavar="D", help=DIRECTORY_HELP)
     add("--persist", action="store_true", help=PERSIST_HELP)
     add("--speculate", choices=DRAFTERS, help=SPECULATE_HELP)
-    add("--draft", type=_count, default=4, metavar="K", help="drafts a round (4)")
-    add("--rounds", type=_count, default=4, metavar="M", help="rounds a burst (4); its text comes "
-        "behind it")  # fmt: skip
+    add("--draft", type=_count, metavar="K", help=f"drafts a round ({DRAFT_ROUNDS})")
+    add("--rounds", type=_count, metavar="M", help=f"rounds a burst ({DRAFT_ROUNDS}); its text "
+        "comes behind it")  # fmt: skip
     add("--device", type=_device, default="host", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)

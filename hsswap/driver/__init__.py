@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hsswap.driver.base import Device
 from hsswap.driver.host import HostDevice
-from hsswap.errors import DeviceError
+from hsswap.errors import DeviceError, shown
 
 
 def open_device(name: str) -> Device:
@@ -16,8 +16,8 @@ def open_device(name: str) -> Device:
     if name == "host":
         return HostDevice()
     kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isascii() and number.isdigit()):
-        raise DeviceError(f'device {name!r} is unknown; known: "host", "cuda:N" (N from 0)')
+    if kind != "cuda" or not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise DeviceError(f'device {shown(name)} is unknown; known: "host", "cuda:N" (N from 0)')
     # Imported here: the bindings load libraries, and hosts without a GPU need none of it.
     from hsswap.driver.cuda import CudaDevice
 

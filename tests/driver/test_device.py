@@ -85,7 +85,9 @@ def test_forgotten_streams_and_buffers_warn(host: HostDevice) -> None:
         host.allocate(10)
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda", "cuda:", "cuda:x", "cuda:-1", "HOST"])
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "cuda", "cuda:", "cuda:x", "cuda:-1", "HOST", "cuda:" + "9" * 5000]
+)
 def test_unknown_device_names_list_the_known(name: str) -> None:
     with pytest.raises(DeviceError, match='known: "host", "cuda:N"'):
         open_device(name)
