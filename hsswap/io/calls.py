@@ -28,6 +28,7 @@ from hsswap.io.runs import (
 
 Hook = Callable[[BlockRun], None]
 
+_INDEX, _ADDRESS = np.dtype(np.int64), np.dtype(np.uint64)
 _NO_FILE = IOFile(Path(), 0)  # until the segment's file is there
 
 
@@ -48,15 +49,15 @@ class Call(NamedTuple):
 
     def check(self, layout: SegmentLayout, capacity: int, alignment: int) -> None:
         """Raise ArgumentError for what cannot be read or written."""
-        layers = layout.dims.layers
+        layers = len(layout.block_bytes)
         if not 0 <= self.layer < layers:
             raise ArgumentError(f"layer {self.layer} is out of range; there are {layers}")
         if not isinstance(self.priority, Priority):
             raise ArgumentError(
                 f"priority {self.priority!r} is unknown; known: {', '.join(Priority.__members__)}"
             )
-        _check_array(self.indices, "indices", np.dtype(np.int64))
-        _check_array(self.addresses, "addresses", np.dtype(np.uint64))
+        _check_array(self.indices, "indices", _INDEX)
+        _check_array(self.addresses, "addresses", _ADDRESS)
         if len(self.indices) != len(self.addresses):
             raise ArgumentError(
                 f"{len(self.indices)} indices were given with {len(self.addresses)} addresses"

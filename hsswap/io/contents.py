@@ -26,13 +26,15 @@ class StoredBlocks(NamedTuple):
 
 
 class Contents:
-    """``[layers, capacity]`` each: checksum, valid tokens and codes version of the last write, and
-    its generation, which is 0 when there was none or it failed.
+    """``[layers, capacity]`` each: checksum, what that started from, valid tokens and codes version
+    of the last write, and its generation, which is 0 when there was none or it failed.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         shape = layers, capacity
         self.checksums = sparse_zeros(shape, np.uint32)
+        # Kept, because working them out again takes reads of few blocks ten times as long.
+        self.seeds = sparse_zeros(shape, np.uint32)
         self.written = sparse_zeros(shape, np.int64)
         self.lengths = sparse_zeros(shape, np.uint16)
         self.codes_versions = sparse_zeros(shape, np.uint32)
@@ -43,12 +45,14 @@ class Contents:
             run = runs[0]
             place = run.layer, run.blocks
             self.checksums[place] = run.crcs
+            self.seeds[place] = run.seeds
             self.lengths[place] = run.lengths
             self.codes_versions[place] = run.codes_version
             self.written[place] = run.generations
             return
         where = runs[0].layer, indices_of(runs)
         self.checksums[where] = [crc for run in runs for crc in run.crcs]
+        self.seeds[where] = [seed for run in runs for seed in run.seeds]
         self.lengths[where] = np.concatenate([run.lengths for run in runs])
         versions = [run.codes_version for run in runs]
         self.codes_versions[where] = np.repeat(versions, [run.count for run in runs])

@@ -75,7 +75,6 @@ class RunMover:
         self._closing = False
         self._spans = SpanReader(
             backend,
-            ids,
             contents,
             segments,
             self._order,

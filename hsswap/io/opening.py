@@ -11,6 +11,7 @@ from secrets import token_bytes
 
 import numpy as np
 
+from hsswap.checksum import identity_seeds
 from hsswap.config import DISK_ALIGNMENT, ModelDims
 from hsswap.errors import ConfigError
 from hsswap.io.backends import open_backend
@@ -200,6 +201,9 @@ def _take_over(recovered: Recovered, ids: BlockIds, contents: Contents, index: P
     contents.lengths[layers, indices] = rows["length"]
     contents.codes_versions[layers, indices] = rows["codes_version"]
     contents.written[layers, indices] = rows["generation"]
+    for layer in np.unique(layers).tolist():
+        its = indices[layers == layer]
+        contents.seeds[layer, its] = identity_seeds(layer, its, contents.written[layer, its])
     for place, depth, key in recovered.prefix_keys():
         index.put(key, place)
         ids.want(np.array([place]), np.array([depth]))

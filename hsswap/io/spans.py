@@ -16,13 +16,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.checksum import crc32, identity_seeds
+from hsswap.checksum import crc32
 from hsswap.errors import HsswapError
 from hsswap.io.base import BlockChecksums, BlockIO, Operation, SpanReads
 from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
 from hsswap.io.counters import Counters
-from hsswap.io.ids import BlockIds
 from hsswap.io.layout import SegmentLayout, plan_runs
 from hsswap.io.runs import (
     BlockOrder,
@@ -97,10 +96,19 @@ def compare_spans(spans: BlockSpans, numbers: list[int]) -> None:
             spans.bad.add(number)
 
 
+FEW = 64
+_NOTHING = np.empty(0, np.int64)
+
+
 def alone_and_joined(
     indices: NDArray[np.int64], block_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Places of the blocks that are runs of their own, and of the others."""
+    if len(indices) <= FEW:  # a fifth of the cost, where none has a neighbour
+        listed = indices.tolist()
+        known = set(listed)
+        if len(known) == len(listed) and known.isdisjoint([index + 1 for index in listed]):
+            return np.arange(len(listed)), _NOTHING
     order, bounds = plan_runs(indices, block_bytes)
     if len(bounds) == len(order) + 1:
         return order, order[:0]
@@ -119,7 +127,6 @@ class SpanReader:
     def __init__(
         self,
         backend: BlockIO,
-        ids: BlockIds,
         contents: Contents,
         segments: Segments,
         order: BlockOrder,
@@ -130,7 +137,6 @@ class SpanReader:
         on_refused: Callable[[list[BlockRun], HsswapError], None],
     ) -> None:
         self._io = backend
-        self._ids = ids
         self._contents = contents
         self._segments = segments
         self._order = order
@@ -170,7 +176,7 @@ class SpanReader:
             return positions
         if not self._order.admit_reads(layer, indices):
             return positions
-        generations = self._ids.generations(indices)
+        contents = self._contents
         spans = BlockSpans(
             [segment.file for segment in segments if segment.file is not None],
             layout.offsets(layer, indices).tolist(),
@@ -185,9 +191,10 @@ class SpanReader:
             indices=listed,
             positions=alone,
             segments=segments,
-            generations=generations,
-            seeds=identity_seeds(layer, indices, generations).tolist(),
-            crcs=self._contents.checksums[layer, indices].tolist(),
+            # Of the write that they hold: nobody writes them now.
+            generations=contents.written[layer, indices],
+            seeds=contents.seeds[layer, indices].tolist(),
+            crcs=contents.checksums[layer, indices].tolist(),
             notify=call.on_done,
             checksums=call.checksums,
             run_done=run_done,

@@ -67,6 +67,7 @@ class UringIO(CountedIO):
         self._in_turn = False  # what is submitted meanwhile starts at its end
         # Of this turn, until the next begins.
         self._turn_starts = self._turn_bytes = 0
+        self._may_end = limits.TurnEnds()
         self._retry: asyncio.Handle | None = None
         self._retries = 0
 
@@ -175,10 +176,9 @@ class UringIO(CountedIO):
         self._next_turn = None
         self._turn_starts = self._turn_bytes = 0
         try:
-            moved, spans = self._queue.reap()
-            self._moved.extend(moved)
-            self._moved_spans.extend(spans)
-            self._verify_moved(*self._verify_spans())
+            self._reap(self._queue)
+            self._verify_spans()
+            self._verify_moved()
             prepared = []
             for transfer, error in self._hooks.take():
                 if error is not None or transfer.operation is Operation.READ:
@@ -190,64 +190,64 @@ class UringIO(CountedIO):
             self._start_waiting()
         finally:
             self._in_turn = False
+            # Enough for this turn, a hook that failed, or KeyboardInterrupt through an on_done.
             if self._ended or self._ended_spans or self._moved or self._moved_spans:
-                # Enough for this turn, a hook that failed, or KeyboardInterrupt through an on_done.
                 self._turn_soon()
             self._tell_idle()
+
+    def _reap(self, queue: DriveQueue) -> None:
+        """Take out what has ended, once all that was taken out before is verified."""
+        in_drive = None
+        if not (self._moved or self._moved_spans):
+            moved, spans = queue.reap()
+            self._moved.extend(moved)
+            self._moved_spans.extend(spans)
+            in_drive = queue.in_kernel
+        self._may_end.begin(in_drive)
 
     def _turn_soon(self) -> None:
         assert self._loop is not None
         if self._next_turn is None:
             self._next_turn = self._loop.call_soon(self._turn)
 
-    def _verify_spans(self) -> tuple[int, int]:
-        """Verify spans that the drive is done with, as many as this turn may: how many, bytes."""
-        count = verified_bytes = 0
+    def _verify_spans(self) -> None:
+        """Verify spans that the drive is done with, as many as this turn may."""
         while self._moved_spans:
             reads, numbers, error = self._moved_spans.popleft()
             if error is None:
-                bytes_left = limits.TURN_BYTES - verified_bytes
-                room = min(limits.TURN_TRANSFERS - count, bytes_left // reads.span_bytes)
+                room = self._may_end.take(len(numbers), reads.span_bytes)
                 if len(numbers) > room:
                     self._moved_spans.appendleft((reads, numbers[room:], None))
-                    if room <= 0:
+                    if not room:
                         break
                     numbers = numbers[:room]
                 error = run_hook(reads.verify, reads, numbers)
-                count += len(numbers)
-                verified_bytes += len(numbers) * reads.span_bytes
             self._end_started_spans(reads, numbers, error)
-        return count, verified_bytes
 
-    def _verify_moved(self, count: int, verified_bytes: int) -> None:
+    def _verify_moved(self) -> None:
         """Run the hooks of what the drive is done with, as many as this turn may besides; a few in
         any case, because spans might never cease.
         """
         assert self._hooks is not None
         moved, long = self._moved, list[Transfer]()
-        most, first = limits.TURN_TRANSFERS, True
-        for _ in range(min(len(moved), max(most - count, most // 4))):
+        may, first = self._may_end, True
+        for _ in range(min(len(moved), max(may.transfers, limits.FIRST_TRANSFERS))):
             transfer, error, nbytes = moved[0]
             verify = transfer.verify
             if verify is not None and error is None and transfer.operation is Operation.READ:
-                if self._is_long(transfer, nbytes):
+                if limits.is_long(transfer, nbytes):
                     long.append(transfer)
                     moved.popleft()
                     continue
-                verified_bytes += nbytes
-                if verified_bytes > limits.TURN_BYTES and not first:
+                if nbytes > may.nbytes and not first:
                     break
+                may.nbytes -= nbytes
                 first = False
                 error = run_hook(verify, transfer)
             moved.popleft()
             self._end(transfer, error, nbytes)
         if long:
             self._hooks.push(long)
-
-    def _is_long(self, transfer: Transfer, nbytes: int) -> bool:
-        """Whether its hook runs on a thread."""
-        short = nbytes <= limits.TURN_BYTES and transfer.span_bytes <= limits.INLINE_BYTES
-        return not (short and transfer.quick)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
         """Start what waits, best priority first, and give the drive what is ready for it."""
@@ -293,7 +293,7 @@ class UringIO(CountedIO):
             if self._started >= places or (there and there + nbytes > most):
                 return False
             prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
-            in_place = prepare is not None and not self._is_long(transfer, nbytes)
+            in_place = prepare is not None and not limits.is_long(transfer, nbytes)
             turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
             if self._turn_starts >= limits.TURN_TRANSFERS or (
                 turn_bytes > limits.TURN_BYTES and self._turn_bytes

@@ -16,7 +16,7 @@ from hsswap.io.memory import MemoryIO
 from hsswap.io.posix import PosixIO
 from hsswap.io.threads import DELIVERIES
 from hsswap.io.uring import UringIO
-from hsswap.io.uring_limits import TURN_TRANSFERS
+from hsswap.io.uring_limits import TURN_BYTES, TURN_TRANSFERS, TurnEnds
 from tests.io.support import PAGE, Pages, until
 from tests.io.transfers import transfer
 
@@ -71,6 +71,35 @@ async def test_a_ring_starts_and_ends_few_in_a_turn(tmp_path: Path) -> None:
     )
     assert max(told.values()) <= 2 * TURN_TRANSFERS  # on the ring's event, and one that was due
     await io.close()
+
+
+def taken_each_turn(in_drive: int, count: int, nbytes: int) -> list[int]:
+    """How many end in each turn, of ``count`` that ended together."""
+    may, taken = TurnEnds(), list[int]()
+    while sum(taken) < count:
+        may.begin(None if taken else in_drive)
+        taken.append(may.take(count - sum(taken), nbytes))
+    return taken
+
+
+def test_a_drive_with_nothing_to_do_waits_for_few() -> None:
+    assert taken_each_turn(0, 64, 4096) == [4, 6, 8, 10, 12, 14, 10]
+    assert taken_each_turn(3, 40, 4096) == [6, 8, 10, 12, 4]
+    assert taken_each_turn(8, 64, 4096) == taken_each_turn(99, 64, 4096) == [TURN_TRANSFERS] * 4
+
+
+def test_bytes_bound_a_turn_but_one_ends_always() -> None:
+    assert taken_each_turn(99, 20, TURN_BYTES // 8) == [8, 8, 4]
+    assert taken_each_turn(0, 9, TURN_BYTES // 8) == [2, 3, 4]
+    assert taken_each_turn(0, 3, TURN_BYTES) == taken_each_turn(99, 3, 2 * TURN_BYTES) == [1, 1, 1]
+
+
+def test_what_a_turn_may_end_is_shared() -> None:
+    may = TurnEnds()
+    may.begin(99)
+    assert [may.take(10, TURN_BYTES // 16) for _ in range(3)] == [10, 6, 0]
+    may.begin(99)
+    assert [may.take(2, TURN_BYTES), may.take(2, 1)] == [1, 0]
 
 
 async def ends(
