@@ -71,7 +71,7 @@ ODD: list[Any] = [
     (np.zeros(2), np.zeros(3)),
     len,
     NotImplemented,
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
     slice(None),
 ]
 

@@ -41,10 +41,11 @@ from tests.io.transfers import ignore, run, transfer
 
 if missing := missing_here():
     pytest.skip(missing, allow_module_level=True)
-if stand_in() is None:
-    pytest.skip("it needs the stand-ins, and this is a real driver", allow_module_level=True)
 
-pytestmark = [pytest.mark.gds]
+pytestmark = [
+    pytest.mark.gds,
+    pytest.mark.skipif(stand_in() is None, reason="it needs the stand-ins; this is a real driver"),
+]
 
 COPY = "cuMemcpyBatchAsync_v2"  # kvikio's copy on the driver of CUDA 13
 CUDA_ERROR_LAUNCH_FAILED = 719

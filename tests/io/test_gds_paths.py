@@ -27,10 +27,11 @@ from tests.io.gds_support import (
 
 if missing := missing_here():
     pytest.skip(missing, allow_module_level=True)
-if stand_in() is None:
-    pytest.skip("it needs the stand-ins, and this is a real driver", allow_module_level=True)
 
-pytestmark = [pytest.mark.gds]
+pytestmark = [
+    pytest.mark.gds,
+    pytest.mark.skipif(stand_in() is None, reason="it needs the stand-ins; this is a real driver"),
+]
 
 
 @pytest.fixture
