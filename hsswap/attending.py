@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
-from hsswap.driver.operations import AttentionState, FinalizeWork
+from hsswap.driver.operations import FinalizeWork
 from hsswap.driver.tensor import Tensor
-from hsswap.exact import ExactPass, LayerCache
+from hsswap.exact import ExactPass, LayerCache, Leased
 from hsswap.pools import state_bytes, state_in
 from hsswap.prefetch import Blocks
 from hsswap.repeating import remember
@@ -78,7 +78,7 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
     with swap.lock:
         swap.check_open()
         work = _exact_pass(swap, query)
-    with _state(swap, query, work) as state:
+    with _scratch(swap, query, work):
         while True:
             with swap.lock:
                 swap.check_open()  # after every await: what follows touches memory
@@ -87,11 +87,11 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                     and len(launched) < swap.max_tiles_ahead
                     and not swap.prefetcher.crowded
                 ):
-                    ready = work.lease_next()
+                    ready = work.lease_next(swap.max_tiles_ahead - len(launched))
                     if ready is None:
                         break
                     swap.counters.host_hits += len(ready.slots)
-                    launched.append(work.enqueue(ready, state) or query.stream.record())
+                    launched += work.enqueue(ready) or [query.stream.record()]
                 if work.finished:
                     return _finish(swap, query, work)
                 work.give_back()
@@ -104,7 +104,7 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                 swap.check_open()
                 swap.counters.misses += loaded.missed
                 swap.counters.host_hits += len(loaded.slots) - loaded.missed
-                launched.append(work.enqueue(loaded, state) or query.stream.record())
+                launched += work.enqueue(Leased(loaded.slots)) or [query.stream.record()]
 
 
 def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
@@ -114,12 +114,12 @@ def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:
         return None
     if swap.prefetcher.crowded and not work.all_on_device():
         return None
-    with _state(swap, query, work) as state:
+    with _scratch(swap, query, work):
         while not work.finished:
-            ready = work.lease_next()
+            ready = work.lease_next(swap.max_tiles_ahead)
             assert ready is not None  # all_in_host_tier, under the same lock
             swap.counters.host_hits += len(ready.slots)
-            work.enqueue(ready, state)
+            work.enqueue(ready)
         return _finish(swap, query, work)
 
 
@@ -219,12 +219,12 @@ def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
 
 
 @contextmanager
-def _state(swap: SwapState, query: Query, work: ExactPass) -> Iterator[AttentionState]:
-    """Carried state for one exact attend, in memory that returns after its last launch."""
-    group, rows = query.cache.pool.group, query.queries.shape[0]
-    with swap.scratch(state_bytes(group, rows), query.stream) as buffer:
+def _scratch(swap: SwapState, query: Query, work: ExactPass) -> Iterator[None]:
+    """Device memory for one exact attend, which returns after its last launch."""
+    with swap.scratch(work.scratch_bytes, query.stream) as buffer:
         try:
-            yield state_in(buffer, group, rows)
+            work.use(buffer)
+            yield
         finally:
             work.give_back()
             if work.unread is not None:

@@ -22,9 +22,9 @@ from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k
 from hsswap.driver.operations import AttendWork, FinalizeWork, host_unit
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, shown
-from hsswap.exact import tile_tokens_for
 from hsswap.loop import insist
 from hsswap.pools import GroupPool, state_bytes, state_in
+from hsswap.ring import tile_tokens_for
 from hsswap.seed_calls import SeedCalls
 from hsswap.tiers import I32
 

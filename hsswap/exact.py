@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.config import SPAN_TOKENS
-from hsswap.driver.base import Device, Event, Stream
+from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import (
     AttendWork,
     AttentionState,
@@ -19,17 +19,24 @@ from hsswap.driver.operations import (
     host_unit,
 )
 from hsswap.driver.tensor import Tensor
-from hsswap.errors import OutOfSlots
-from hsswap.pools import GroupPool, RingRegion
-from hsswap.prefetch import Blocks, Loaded
+from hsswap.pools import GroupPool, RingRegion, state_bytes, state_in
+from hsswap.prefetch import Blocks
 from hsswap.resident_table import ResidentTable
-from hsswap.tiers import I32, I64, SlotState, Tile, tiles_of
+from hsswap.ring import columns, parts_of, place, tables_at, tile_tokens_for, upload
+from hsswap.tiers import I32, I64, SlotState, Tile, joined, tiles_of
 
 if TYPE_CHECKING:
     from hsswap.repeating import Repeated
 
 NOTHING = np.empty(0, np.intp)
 NO_SLOTS = np.empty(0, np.int32)
+
+
+class Leased(NamedTuple):
+    """Host slots of what is missing of the next ``tiles`` tiles, in order, with a lease of each."""
+
+    slots: I32
+    tiles: int = 1
 
 
 @dataclass(slots=True)
@@ -94,16 +101,6 @@ class LayerCache:
         return positions, Blocks(self.pool, self.layer, indices[tile.start + positions])
 
 
-def tile_tokens_for(span_tokens: int, tile_tokens: int) -> int:
-    """Tokens of a tile that is whole spans. Raises OutOfSlots when the ring is too small."""
-    if span_tokens > tile_tokens:
-        raise OutOfSlots(
-            f"a span has {span_tokens} tokens at this length and a tile {tile_tokens}; set "
-            f"tile_tokens to {span_tokens} or more"
-        )
-    return tile_tokens // span_tokens * span_tokens
-
-
 def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> Blocks:
     """What exact attention of this layer must bring into the host tier, from block ``start`` on."""
     size = cache.pool.block_size
@@ -115,7 +112,7 @@ def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> 
 
 
 class ExactPass:
-    """One attend of one layer: which tile is next, what it needs, and its launches.
+    """One attend of one layer: which tiles are next, what they need, and their launches.
 
     ``queries`` ``[1, rows, Q, dk]``; ``end(state)``: where the output goes, and what else is
     wanted. ``release(event, pool, host_slots)`` is asked to give leases back behind an event.
@@ -142,6 +139,7 @@ class ExactPass:
         self._read_slots: list[I32] = []
         self._last_reader: Event | None = None
         self._in_place = device.reads_in_place(queries.shape[1])
+        self._tables_at = tables_at(cache.pool, queries.shape[1])
         self._lengths = np.array([cache.length], np.int64)
         self._lengths.flags.writeable = False  # so that no launch has to copy them
         span = device.span_tokens(cache.length)
@@ -150,6 +148,9 @@ class ExactPass:
         self._table: ResidentTable | None = None
         self._is_resident = False
         self._tiles = self._make_tiles(cache.first_visible(queries.shape[1]))
+        self._start = self._tiles[0].start
+        self._state: AttentionState | None = None
+        self._scratch: Buffer | None = None
         self.next_tile = 0
         self.device_hits = 0
         self.held_hits = 0
@@ -158,7 +159,7 @@ class ExactPass:
         self.whole: AttendWork | None = None
         """The launch that attended everything, if it was one row over a table in device memory."""
         self.unread: I32 | None = None
-        """Leased slots of a tile whose launch failed before its readers had an event."""
+        """Leased slots of tiles whose launch failed before their readers had an event."""
 
     @property
     def tile_count(self) -> int:
@@ -169,6 +170,19 @@ class ExactPass:
     def finished(self) -> bool:
         """Whether every tile has been enqueued."""
         return self.next_tile == len(self._tiles)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that the pass needs: carried state, and tables of the ring's tiles."""
+        group = self._cache.pool.group
+        if self._in_place or self._is_resident:
+            return state_bytes(group, self._queries.shape[1])
+        return self._tables_at + 4 * group.kv_heads * (self._tiles[-1].stop - self._start)
+
+    def use(self, scratch: Buffer) -> None:
+        """Work in this memory, of ``scratch_bytes`` at least, until everything is enqueued."""
+        self._scratch = scratch
+        self._state = state_in(scratch, self._cache.pool.group, self._queries.shape[1])
 
     def _make_tiles(self, first_token: int) -> list[Tile]:
         """The tiles, neighbouring ones in one launch as long as what is missing fits a ring region.
@@ -190,18 +204,7 @@ class ExactPass:
         if missing <= room:  # in steps that do not grow with the length
             return [Tile(start, stop)]
         tiles = tiles_of(first_token, cache.length, size, self.tile_tokens)
-        merged: list[Tile] = []
-        missing = 0  # of the last one
-        starts = [tile.start - start for tile in tiles]
-        counts = np.add.reduceat(is_missing, starts, dtype=np.intp).tolist()
-        for tile, more in zip(tiles, counts, strict=True):
-            if merged and missing + more <= room:
-                merged[-1] = Tile(merged[-1].start, tile.stop)
-                missing += more
-            else:
-                merged.append(tile)
-                missing = more
-        return merged
+        return joined(tiles, is_missing, room)
 
     def _is_whole(self, table: ResidentTable) -> bool:
         """Whether one launch over the table attends everything: what is in no device slot is held
@@ -217,86 +220,64 @@ class ExactPass:
 
     def all_on_device(self) -> bool:
         """Whether no tile left needs a host slot."""
-        if self._is_resident:
-            return True
-        left = self._tiles[self.next_tile :]
-        return not any((self._cache.device_slot[t.start : t.stop] < 0).any() for t in left)
+        return self._is_resident or not len(self._left().indices)
 
     def all_in_host_tier(self) -> bool:
         """Whether every tile left can be gathered without reading from disk."""
-        if self._is_resident:
-            return True
-        tier = self._cache.pool.tier
-        for tile in self._tiles[self.next_tile :]:
-            _, blocks = self._cache.missing(tile, self._indices)
-            slots = tier.lookup(blocks.group_layer, blocks.indices)
-            if (slots < 0).any() or not tier.is_loaded(slots):
-                return False
-        return True
+        return self._is_resident or self._left().loaded() is not None
 
-    def lease_next(self) -> Loaded | None:
-        """Lease the next tile's blocks if the host tier has them all, else None.
+    def _left(self) -> Blocks:
+        """The blocks of all tiles left that are not in device slots."""
+        left = Tile(self._tiles[self.next_tile].start, self._tiles[-1].stop)
+        return self._cache.missing(left, self._indices)[1]
 
-        Where host slots are read in place, the tiles behind it that are there too join it.
+    def lease_next(self, most: int) -> Leased | None:
+        """Lease the blocks of the next tiles that the host tier has all of, ``most`` at most; None
+        if it has not all of the first. Where host slots are read in place they become one tile.
         """
         if self._is_resident:
-            return Loaded(NO_SLOTS, 0)
-        tier = self._cache.pool.tier
-        leased: list[I32] = []
-        last = self.next_tile
-        while last < len(self._tiles) and (self._in_place or not leased):
-            blocks = self._cache.missing(self._tiles[last], self._indices)[1]
-            slots = tier.lookup(blocks.group_layer, blocks.indices)
-            if (slots < 0).any() or not tier.is_loaded(slots):
-                break
-            leased.append(slots)
-            last += 1
-        if not leased:
-            return None
-        joined = Tile(self._tiles[self.next_tile].start, self._tiles[last - 1].stop)
-        self._tiles[self.next_tile : last] = [joined]
-        every = np.concatenate(leased)
-        tier.lease(every)
-        return Loaded(every, 0)
+            return Leased(NO_SLOTS)
+        cache, tier = self._cache, self._cache.pool.tier
+        end = None if self._in_place else self.next_tile + most
+        tiles = self._tiles[self.next_tile : end]
+        start, stops = tiles[0].start, [tile.stop for tile in tiles]
+        missing, blocks = cache.missing(Tile(start, stops[-1]), self._indices)
+        slots = tier.lookup(blocks.group_layer, blocks.indices)
+        absent = np.flatnonzero(~tier.loaded(slots))
+        count = len(tiles)
+        if len(absent):
+            first_absent = start + int(missing[absent[0]])
+            count = sum(stop <= first_absent for stop in stops)
+            if not count:
+                return None
+            slots = slots[: np.searchsorted(missing, stops[count - 1] - start)]
+        tier.lease(slots)
+        if not self._in_place:
+            return Leased(slots, count)
+        self._tiles[self.next_tile : self.next_tile + count] = [Tile(start, stops[count - 1])]
+        return Leased(slots)
 
-    def enqueue(self, loaded: Loaded, state: AttentionState) -> Event | None:
-        """Launch the next tile; its missing blocks are in the leased host slots. Returns an event
-        behind it if it needed one.
+    def enqueue(self, leased: Leased) -> list[Event]:
+        """Launch the next tiles; their missing blocks are in the leased host slots. Returns events
+        behind launches that needed one.
         """
-        tile = self._tiles[self.next_tile]
-        pool = self._cache.pool
+        first = self._tiles[self.next_tile]
         if self._is_resident:
             self.held_hits = 0 if self._table is None else self._table.missing
-            self.device_hits += tile.stop - tile.start - self.held_hits
-            self._attend(tile, self._resident_units(tile), state)
-            self.next_tile += 1
+            self.device_hits += first.stop - first.start - self.held_hits
+            self._attend(first, self._resident_units(first))
             self.behind = self._stream.record()
             if self._table is not None:
                 self._table.reader = self.behind
-            return self.behind
-        slots = self._cache.device_slot[tile.start : tile.stop]
-        missing = np.flatnonzero(slots < 0)
-        self.device_hits += len(slots) - len(missing)
-        self.unread = loaded.slots
-        event: Event | None = None
+            return [self.behind]
+        tiles = self._tiles[self.next_tile : self.next_tile + leased.tiles]
+        placed = self._cache.device_slot[first.start : tiles[-1].stop].copy()
+        missing = np.flatnonzero(placed < 0)
+        self.device_hits += len(placed) - len(missing)
+        self.unread = leased.slots
         if self._in_place or not len(missing):
-            units = pool.slots.units(slots)
-            heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
-            units[:, missing] = host_unit(loaded.slots, heads, len(heads))
-            self._attend(tile, units[None], state)
-            if len(missing):
-                event = self._stream.record()
-                self._read(event, loaded.slots)
-            self.unread = None
-        else:
-            region = self._gather(loaded)
-            slots = slots.copy()
-            slots[missing] = region.slots[: len(missing)]
-            self._attend(tile, pool.slots.table(slots), state)
-            region.last_read = event = self._stream.record()
-        self.next_tile += 1
-        self.behind = event
-        return event
+            return self._attend_in_place(first, placed, missing, leased.slots)
+        return self._attend_through_ring(tiles, placed, missing, leased.slots)
 
     def give_back(self) -> None:
         """Give the leases of what is enqueued back, behind the last reader: all are of one stream.
@@ -321,30 +302,74 @@ class ExactPass:
             return self._cache.pool.slots.table(slots)
         return units
 
-    def _gather(self, loaded: Loaded) -> RingRegion:
+    def _attend_in_place(
+        self, tile: Tile, placed: I32, missing: NDArray[np.intp], host_slots: I32
+    ) -> list[Event]:
+        """One tile whose missing blocks are read in their host slots."""
+        pool = self._cache.pool
+        units = pool.slots.units(placed)
+        heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
+        units[:, missing] = host_unit(host_slots, heads, len(heads))
+        self._attend(tile, units[None])
+        self.behind = self._stream.record() if len(missing) else None
+        self.unread = None
+        if self.behind is None:
+            return []
+        self._read(self.behind, host_slots)
+        return [self.behind]
+
+    def _attend_through_ring(
+        self, tiles: list[Tile], placed: I32, missing: NDArray[np.intp], host_slots: I32
+    ) -> list[Event]:
+        """Tiles whose missing blocks are gathered into the ring, tile by tile; ``placed``: device
+        slots of all their blocks, -1 for those.
+        """
+        pool, start = self._cache.pool, tiles[0].start
+        copies = pool.copies
+        assert copies is not None  # a device that does not read so many rows in place
+        parts = parts_of(tiles, missing)
+        place(pool, placed, missing, parts)
+        assert self._scratch is not None
+        at = self._tables_at + 4 * pool.group.kv_heads * (start - self._start)
+        table = upload(self._device, self._stream, pool, placed, self._scratch, at)
+        if (pool.tier.state[host_slots] == SlotState.DIRTY).any():
+            # Perhaps being filled by an append that this stream has yet to run.
+            copies.wait_for(self._stream.record())
+        events: list[Event] = []
+        for tile, part in zip(tiles, parts, strict=True):
+            region = None
+            if part.start < part.stop:
+                region = self._gather(copies, host_slots[part])
+                self.unread = host_slots[part.stop :]
+            self._attend(tile, columns(table, tile.start - start, tile.stop - start))
+            self.behind = None
+            if region is not None:
+                self.behind = region.last_read = self._stream.record()
+                events.append(self.behind)
+        self.unread = None
+        return events
+
+    def _gather(self, copies: Stream, host_slots: I32) -> RingRegion:
         """Bring a tile's missing blocks into the ring, in order; the stream waits for them.
 
         The copies wait for the ring's last reader, not for what the caller has enqueued before: so
         they run beside it.
         """
-        pool, copies = self._cache.pool, self._cache.pool.copies
-        assert copies is not None  # a device that does not read so many rows in place
-        if (pool.tier.state[loaded.slots] == SlotState.DIRTY).any():
-            # Perhaps being filled by an append that this stream has yet to run.
-            copies.wait_for(self._stream.record())
+        pool = self._cache.pool
         region = pool.next_region(copies)
-        to = region.slots[: len(loaded.slots)]
-        self._device.gather(copies, GatherWork(pool.blocks, pool.units, loaded.slots, None, to))
+        to = region.slots[: len(host_slots)]
+        self._device.gather(copies, GatherWork(pool.blocks, pool.units, host_slots, None, to))
         gathered = copies.record()
         region.last_read = gathered  # should the attend that follows be refused
-        self._read(gathered, loaded.slots)
-        self.unread = None
+        self._read(gathered, host_slots)
         self._stream.wait_for(gathered)
         return region
 
-    def _attend(self, tile: Tile, units: I32 | Tensor, state: AttentionState) -> None:
-        pool = self._cache.pool
+    def _attend(self, tile: Tile, units: I32 | Tensor) -> None:
+        pool, state = self._cache.pool, self._state
+        assert state is not None
         is_last = self.next_tile == len(self._tiles) - 1
+        in_ring = isinstance(units, Tensor) and self._table is None
         work = AttendWork(
             queries=self._queries,
             lengths=self._lengths,
@@ -355,9 +380,11 @@ class ExactPass:
             span_blocks=self._span_blocks,
             state=state,
             begin=self.next_tile == 0,
-            blocks=pool.blocks,
+            blocks=None if in_ring else pool.blocks,
             end=self._end(state) if is_last else None,
+            is_full=in_ring,
         )
         self._device.attend(self._stream, work)
+        self.next_tile += 1
         if self._table is not None and not tile.start and self._queries.shape[1] == 1:
             self.whole = work

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -137,6 +139,11 @@ class GroupPool:
         if region.last_read is not None:
             stream.wait_for(region.last_read)
         return region
+
+    def coming_regions(self) -> Iterator[RingRegion]:
+        """The regions that :meth:`next_region` is going to give, in order, without an end."""
+        count, first = len(self.ring), self._next_region
+        return (self.ring[(first + turn) % count] for turn in itertools.count())
 
     def spare_host_slots(self, tile_blocks: int) -> int:
         """Host slots that may be held while nothing is on its way to free them: others need two

@@ -87,6 +87,11 @@ class HostTier:
         """The slot of each block, -1 where the tier does not hold it."""
         return self._rows[layer][indices]
 
+    def loaded(self, slots: I32) -> NDArray[np.bool_]:
+        """Which of the slots that :meth:`lookup` gave hold their bytes already."""
+        there: NDArray[np.bool_] = (slots >= 0) & (self.state[slots] != READING)
+        return there
+
     def is_loaded(self, slots: I32) -> bool:
         """Whether every slot's bytes are there (none is still being read)."""
         return READING not in self.state[slots].tobytes()
@@ -361,3 +366,21 @@ def tiles_of(first_token: int, length: int, block_size: int, tile_tokens: int) -
     blocks = -(-length // block_size)
     start = first_token // tile_tokens * tile_blocks
     return [Tile(at, min(at + tile_blocks, blocks)) for at in range(start, blocks, tile_blocks)]
+
+
+def joined(tiles: list[Tile], is_missing: NDArray[np.bool_], room: int) -> list[Tile]:
+    """Neighbouring tiles made one as long as at most ``room`` of its blocks are missing.
+    ``is_missing``: of each block from the first tile's start on.
+    """
+    starts = [tile.start - tiles[0].start for tile in tiles]
+    counts = np.add.reduceat(is_missing, starts, dtype=np.intp).tolist()
+    merged: list[Tile] = []
+    missing = 0  # of the last one
+    for tile, more in zip(tiles, counts, strict=True):
+        if merged and missing + more <= room:
+            merged[-1] = Tile(merged[-1].start, tile.stop)
+            missing += more
+        else:
+            merged.append(tile)
+            missing = more
+    return merged

@@ -55,6 +55,7 @@ API = (
     "reshaping",
     "retiring",
     "reusing",
+    "ring",
     "seed_calls",
     "seed_state",
     "seed_use",

@@ -212,13 +212,11 @@ def uses_wide(device: Launcher, work: AttendWork, shape: Shape) -> bool:
     ):
         return False
     # Units in host slots, and gaps, are the other kernel's; of a table that the device holds it is
-    # not known whether it has any.
-    if isinstance(work.slots, Tensor):
-        return False
+    # not known whether it has any, but by who asks.
+    full = work.is_full if isinstance(work.slots, Tensor) else bool((work.slots >= 0).all())
     if isinstance(work.lengths, Tensor):
-        return bool((work.slots >= 0).all())
-    last = int(work.lengths.max()) + work.added_tokens
-    return last > 16 * work.first_block and bool((work.slots >= 0).all())
+        return full
+    return full and int(work.lengths.max()) + work.added_tokens > 16 * work.first_block
 
 
 def _launch_wide(

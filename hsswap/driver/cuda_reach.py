@@ -27,7 +27,7 @@ W = TypeVar("W")
 INPUTS = frozenset(
     {
         *("keys", "values", "key_scales", "value_scales", "queries", "sinks"),
-        *("scores", "last_chosen", "last_mass"),
+        *("scores", "last_chosen", "last_mass", "source"),
     }
 )
 """Fields of records that are only read, and may be copied. Scores: of select; score writes its."""

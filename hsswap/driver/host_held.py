@@ -33,6 +33,10 @@ def held_attend(work: AttendWork) -> HeldAttend:
         lengths = lengths.array().astype(np.int64)
     if isinstance(slots, Tensor):
         slots = held_slots(slots, work.units, work.blocks)
+        if work.is_full and slots.size and int(slots.min()) < 0:
+            raise ArgumentError(
+                "slots is said to be full; it holds an entry that is no device slot"
+            )
     if isinstance(positions, Tensor):
         positions = positions.array().copy()
     return HeldAttend(lengths + work.added_tokens, slots, positions)

@@ -8,8 +8,7 @@ pool and blocks in a host pool; -1 means none.
 An argument that may be an index array or a Tensor is *held by the host* in the first case: copied
 and checked when the work is enqueued. As a Tensor it is *held by the device*: read when the work
 runs, so that earlier work on the stream, or each launch of a graph, may write it. Both give the
-same bits. What it holds then is the caller's care: the host device checks it when it runs, a GPU
-does not.
+same bits. What it holds then is the caller's care: of the two devices the host alone checks it.
 """
 
 from __future__ import annotations
@@ -267,12 +266,12 @@ class AttendWork:
     are then contiguous along B, equally far from head to head, and sequences are H heads apart.
     ``added_tokens``: tokens that the last row sees beyond ``lengths``, for a counter that stands
     before the rows of this step. Entries behind a row's length change no bit, so a table may be as
-    long as the sequence can become. Partials are taken over spans of ``span_blocks`` entries in
-    entry order and folded into ``state`` in that order; the tile is whole spans, except that the
-    last one of the sequence may be short. ``begin``: ignore what ``state`` held. ``block_lse``
-    ``[S, R, Q, B]`` float32, if not None, receives each entry's logsumexp (-inf where a row sees
-    nothing of it, or perhaps where it weighs less than 2^-126 of what is beside it). Unwritten and
-    unseen tokens get no weight, whatever their bytes (NaN included).
+    long as the sequence can become. ``is_full``: of slots that the device holds all are device
+    slots. Partials are taken over spans of ``span_blocks`` entries in entry order and folded into
+    ``state`` in that order; the tile is whole spans, except that the last one of the sequence may
+    be short. ``begin``: ignore what ``state`` held. ``block_lse`` ``[S, R, Q, B]`` float32, if not
+    None, receives each entry's logsumexp (-inf where a row sees nothing of it, perhaps also below
+    2^-126 of what is beside it). Unwritten and unseen tokens get no weight, even if they are NaN.
 
     ``end``, if not None, is finalized behind it, in the same launch where that can be: its state is
     ``state``, of which nothing is defined afterwards, its ``block_lse`` the same as here. So is
@@ -294,6 +293,7 @@ class AttendWork:
     added_tokens: int = 0
     end: FinalizeWork | None = None
     fetch: FetchWork | None = None
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
