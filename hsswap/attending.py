@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.batch_table import BatchTable
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
 from hsswap.driver.operations import FinalizeWork
@@ -23,6 +24,7 @@ from hsswap.exact import ExactPass, LayerCache, Leased
 from hsswap.pools import state_bytes, state_in
 from hsswap.prefetch import Blocks
 from hsswap.repeating import remember
+from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I64
 from hsswap.topk import TopKLayer
 
@@ -205,17 +207,23 @@ def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
         swap.config.tile_tokens,
         swap.release_after,
     )
-    residents = query.cache.residents
-    if residents is not None and residents.left:
-        left, residents.left = residents.left, []
-
-        def give_back() -> None:
-            with swap.lock:
-                residents.give_back(left)
-
-        # All that reads them was enqueued before, perhaps elsewhere; this stream waits for it.
-        query.stream.record().call_when_done(lambda: swap.mailbox.post(give_back))
+    if query.cache.residents is not None:
+        give_back_room(swap, query.stream, query.cache.residents)
     return work
+
+
+def give_back_room(swap: SwapState, stream: Stream, table: ResidentTable | BatchTable) -> None:
+    """Give room that a table has left back, once nothing reads it. Under the swap's lock."""
+    left, table.left = table.left, []
+    if not left:
+        return
+
+    def give_back() -> None:
+        with swap.lock:
+            table.give_back(left)
+
+    # All that reads it was enqueued before, perhaps elsewhere; this stream waits for it.
+    stream.record().call_when_done(lambda: swap.mailbox.post(give_back))
 
 
 @contextmanager

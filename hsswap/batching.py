@@ -15,15 +15,24 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from hsswap.arguments import Given, checked_choice, checked_layer, checked_query, leading
-from hsswap.attending import AttendResult, Query, attend_exact, attend_top_k
+from hsswap.attending import (
+    AttendResult,
+    Query,
+    attend_exact,
+    attend_top_k,
+    give_back_room,
+)
+from hsswap.batch_table import BatchTable, Row
 from hsswap.driver.operations import AttendWork, FinalizeWork, host_unit
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, shown
+from hsswap.exact import NO_SLOTS, NOTHING
 from hsswap.loop import insist
 from hsswap.pools import GroupPool, state_bytes, state_in
+from hsswap.resident_table import ResidentTable
 from hsswap.ring import tile_tokens_for
 from hsswap.seed_calls import SeedCalls
 from hsswap.tiers import I32
@@ -35,22 +44,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An exact query of which every block is in memory.
+    """An exact query of which every block is in memory, from block ``start``, of a span, to
+    ``stop``.
 
-    ``start``: the first block that is attended, of a span. ``host_slots``: of the blocks that are
-    not in device slots, at ``missing`` behind ``start``.
+    ``table``: the sequence's own table, where it is whole. Else the blocks at ``missing`` behind
+    ``start`` are in ``host_slots``, which nobody holds for it, and the others in device slots.
     """
 
     query: Query
     start: int
+    stop: int
     span_tokens: int
-    missing: np.ndarray[tuple[int], np.dtype[np.intp]]
+    missing: NDArray[np.intp]
     host_slots: I32
+    table: ResidentTable | None = None
 
     @property
     def kind(self) -> tuple[int, ...]:
         """What must be equal in one launch."""
         return self.query.queries.shape[0], self.start, self.span_tokens
+
+    @property
+    def in_host(self) -> int:
+        """Blocks that are read in host slots."""
+        return len(self.host_slots) if self.table is None else self.table.missing
+
+    def unit_slots(self) -> I32:
+        """Entries ``[H, stop - start]`` of its blocks."""
+        if self.table is not None:
+            return self.table.unit_slots(self.start, self.stop)
+        cache = self.query.cache
+        heads = np.arange(cache.pool.group.kv_heads, dtype=np.int32)[:, None]
+        units = cache.pool.slots.units(cache.device_slot[self.start : self.stop])
+        units[:, self.missing] = host_unit(self.host_slots, heads, len(heads))
+        return units
 
 
 def row_counts(rows: ArrayLike | None, sequences: int, total: int) -> list[int]:
@@ -82,15 +109,22 @@ def find_ready(swap: SwapState, query: Query) -> Ready | None:
     size = pool.block_size
     start = cache.first_visible(rows) // tile_tokens * tile_tokens // size
     stop = -(-cache.length // size)
+    in_place = swap.device.reads_in_place(rows)
+    table = cache.settled(query.indices)
+    if table is not None and in_place:
+        # A window needs few of its blocks, and holds none.
+        can_hold = pool.group.window is None and not swap.prefetcher.crowded
+        if table.is_whole or (can_hold and table.hold(query.indices)):
+            return Ready(query, start, stop, span, NOTHING, NO_SLOTS, table)
     missing = np.flatnonzero(cache.device_slot[start:stop] < 0)
     if not len(missing):
-        return Ready(query, start, span, missing, np.empty(0, np.int32))
-    if swap.prefetcher.crowded or not swap.device.reads_in_place(rows):
+        return Ready(query, start, stop, span, missing, NO_SLOTS)
+    if swap.prefetcher.crowded or not in_place:
         return None
     slots = pool.tier.lookup(cache.group_layer, query.indices[start + missing])
     if (slots < 0).any() or not pool.tier.is_loaded(slots):
         return None
-    return Ready(query, start, span, missing, slots)
+    return Ready(query, start, stop, span, missing, slots)
 
 
 def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
@@ -98,15 +132,9 @@ def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
     first = batch[0].query
     stream, pool = first.stream, first.cache.pool
     rows, count = first.queries.shape[0], len(batch)
-    stops = [-(-ready.query.cache.length // pool.block_size) for ready in batch]
-    width = max(stops) - batch[0].start
-    heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
-    table = np.full((count, len(heads), width), -1, np.int32)
-    for row, ready, stop in zip(table, batch, stops, strict=True):
-        units = pool.slots.units(ready.query.cache.device_slot[ready.start : stop])
-        units[:, ready.missing] = host_unit(ready.host_slots, heads, len(heads))
-        row[:, : stop - ready.start] = units
-    for ready in batch:  # one by one: forks of one sequence lease the same slots
+    kept = _kept_table(swap, batch)
+    leasing = [ready for ready in batch if len(ready.host_slots)]
+    for ready in leasing:  # one by one: forks of one sequence lease the same slots
         pool.tier.lease(ready.host_slots)
     released = False
     try:
@@ -118,7 +146,7 @@ def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
                 queries=_stacked(first.queries, count),
                 lengths=np.array([ready.query.cache.length for ready in batch], np.int64),
                 units=pool.units,
-                slots=table,
+                slots=_table_of(batch) if kept is None else kept,
                 first_block=batch[0].start,
                 positions=None,
                 span_blocks=batch[0].span_tokens // pool.block_size,
@@ -131,18 +159,47 @@ def enqueue_ready(swap: SwapState, batch: list[Ready]) -> list[AttendResult]:
             event = stream.record()
             released = True
             for ready in batch:
-                if len(ready.host_slots):
-                    swap.release_after(event, pool, ready.host_slots)
+                if ready.table is not None:
+                    ready.table.reader = event
+            for ready in leasing:
+                swap.release_after(event, pool, ready.host_slots)
     finally:
         if not released:
-            for ready in batch:
+            for ready in leasing:
                 swap.release_now(pool, ready.host_slots)
-    in_host = sum(len(ready.host_slots) for ready in batch)
+    in_host = sum(ready.in_host for ready in batch)
     swap.counters.attends += count
     swap.counters.host_hits += in_host
-    swap.counters.device_hits += sum(stops) - count * batch[0].start - in_host
+    swap.counters.device_hits += sum(ready.stop - ready.start for ready in batch) - in_host
     nothing = np.zeros(pool.group.kv_heads, np.float32)
     return [AttendResult(ready.query.out_object, event, nothing) for ready in batch]
+
+
+def _kept_table(swap: SwapState, batch: list[Ready]) -> Tensor | None:
+    """The table ``[S, H, B]`` of a batch of sequences whose own tables are whole, kept from call to
+    call; None for others, and where there is no room for it.
+    """
+    rows = [Row(r.table, r.start, r.stop) for r in batch if r.table is not None]
+    first = batch[0].query.cache
+    if len(rows) < len(batch):
+        return None
+    if first.batch is None:
+        first.batch = BatchTable(first.pool.tables)
+    units = first.batch.units(rows)
+    give_back_room(swap, batch[0].query.stream, first.batch)
+    for row in rows:
+        give_back_room(swap, batch[0].query.stream, row.table)
+    return units
+
+
+def _table_of(batch: list[Ready]) -> I32:
+    """The same, made for one call."""
+    stop = max(ready.stop for ready in batch)
+    heads = batch[0].query.cache.pool.group.kv_heads
+    table = np.full((len(batch), heads, stop - batch[0].start), -1, np.int32)
+    for row, ready in zip(table, batch, strict=True):
+        row[:, : ready.stop - ready.start] = ready.unit_slots()
+    return table
 
 
 def _stacked(tensor: Tensor, count: int) -> Tensor:
@@ -269,8 +326,8 @@ class BatchCalls(SeedCalls):
                 )
                 start += count
             choosing = [s._uses_top_k(q, exact) for s, q in zip(sequences, asked, strict=True)]
+            works = [guards.enter_context(s._ordered(raw_stream)) for s in sequences]
             for sequence, query in zip(sequences, asked, strict=True):
-                guards.enter_context(sequence._ordered(raw_stream))
                 sequence._show(query)
             done = self._enqueue_batch(asked, choosing)
             late = [at for at in range(len(asked)) if at not in done]
@@ -284,6 +341,8 @@ class BatchCalls(SeedCalls):
                 for at in late
             ]
             done.update(zip(late, await all_ended(calls), strict=True))
+            for at, work in enumerate(works):
+                work.event = done[at].event
             return [done[at] for at in range(len(asked))]
 
     def _enqueue_batch(self, asked: list[Query], choosing: list[bool]) -> dict[int, AttendResult]:

@@ -26,6 +26,7 @@ from hsswap.ring import columns, parts_of, place, tables_at, tile_tokens_for, up
 from hsswap.tiers import I32, I64, SlotState, Tile, joined, tiles_of
 
 if TYPE_CHECKING:
+    from hsswap.batch_table import BatchTable
     from hsswap.repeating import Repeated
 
 NOTHING = np.empty(0, np.intp)
@@ -46,7 +47,8 @@ class LayerCache:
     ``device_slot[b]`` is the block slot that holds logical block b, -1 when none does; who changes
     entries says so (:meth:`changed`). ``active`` is the slot of the block being filled.
     ``residents``: where they are as attention reads it, None for a list of blocks that is used
-    once. ``repeated``: the last call of one row, if it may be made again.
+    once. ``repeated``: the last call of one row, if it may be made again. ``batch``: the table of
+    the last batch that began with this sequence.
     """
 
     pool: GroupPool
@@ -56,6 +58,7 @@ class LayerCache:
     device_slot: I32 = field(default_factory=lambda: np.full(64, -1, np.int32))
     residents: ResidentTable | None = None
     repeated: Repeated | None = None
+    batch: BatchTable | None = None
 
     def changed(self, block: int) -> None:
         """Entries of ``device_slot`` from this block on may be others now."""

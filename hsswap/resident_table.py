@@ -64,10 +64,11 @@ class TableMemory:
                 merged.append((start, count))
         self._free = merged
 
-    def entries(self, first: int, blocks: int) -> Tensor:
-        """A table ``[H, blocks]`` int32."""
+    def entries(self, first: int, blocks: int, *tables: int) -> Tensor:
+        """A table ``[H, blocks]`` int32, or so many side by side: ``[*tables, H, blocks]``."""
         offset = 4 * first * self.heads
-        return tensor_in(self.memory, "i32", (self.heads, blocks), offset_bytes=offset)
+        shape = (*tables, self.heads, blocks)
+        return tensor_in(self.memory, "i32", shape, offset_bytes=offset)
 
 
 class Holders:
@@ -101,6 +102,8 @@ class ResidentTable:
         release: Callable[[Event | None, I32], None],
     ) -> None:
         self.missing = 0
+        self.version = 0
+        """Another whenever what :meth:`unit_slots` gives may be another."""
         self.left: list[tuple[int, int]] = []
         """Room that launches enqueued so far may still read, to be given back behind them."""
         self.reader: Event | None = None
@@ -151,6 +154,7 @@ class ResidentTable:
             grown[: self._stop] = self._seen[: self._stop]
             self._seen = grown
         self._seen[start:stop] = new
+        self.version += len(old) != len(new) or bool((old != new).any())
         is_shorter = stop < self._stop
         self._stop = self._changed = stop
         self._give_back(gone)
@@ -192,6 +196,7 @@ class ResidentTable:
         if not len(gone):
             return
         seen[held] = -1
+        self.version += 1
         self._nowhere += len(gone)
         self.changed(block)
         self.leave()
@@ -247,6 +252,7 @@ class ResidentTable:
         if not self._tier.hold(self._group_layer, slots):
             return False
         self._seen[places] = _place_of(slots)
+        self.version += 1
         self._nowhere = 0
         self._holders.tables.add(self)
         return True
@@ -264,16 +270,20 @@ class ResidentTable:
         except DeviceError:  # told to whoever awaits its result
             return False
 
-    def _write(self, start: int) -> None:
-        assert self._entries is not None
+    def unit_slots(self, start: int, stop: int) -> I32:
+        """Entries ``[H, stop - start]`` of blocks that are all somewhere."""
         count = np.int32(self._memory.heads)
         heads = np.arange(count, dtype=np.int32)[:, None]
-        places = self._seen[None, start : self._stop]
-        units = places * count + heads
+        places = self._seen[None, start:stop]
+        units: I32 = places * count + heads
         if self.missing:
             in_host = host_unit(_place_of(places), heads, int(count))
             units = np.where(places < 0, in_host, units)
-        self._entries.array()[:, start : self._stop] = units
+        return units
+
+    def _write(self, start: int) -> None:
+        assert self._entries is not None
+        self._entries.array()[:, start : self._stop] = self.unit_slots(start, self._stop)
 
 
 def _place_of(slots: I32) -> I32:

@@ -130,8 +130,10 @@ class SequenceState:
             resident = held[held != cache.active]
             cache.pool.give_back(cache.group_layer, cache.active, resident)
             assert cache.residents is not None
-            cache.residents.leave()
-            cache.residents.give_back(cache.residents.left)
+            for table in (cache.residents, cache.batch):
+                if table is not None:
+                    table.leave()
+                    table.give_back(table.left)
         for cache, layer in zip(self._layers, self._top_k_layers, strict=False):
             cache.pool.slots.give_back(layer.close())
         self._top_k_layers = []

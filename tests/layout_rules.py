@@ -37,6 +37,7 @@ API = (
     "appending",
     "arguments",
     "attending",
+    "batch_table",
     "batching",
     "captured",
     "captured_layer",

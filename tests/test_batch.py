@@ -23,9 +23,10 @@ from hsswap.driver.base import Stream
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import AttendWork
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from tests.branches import alone
 from tests.swap_actors import roomy
 from tests.swap_cases import MIXED, SMALL, U16, Case, config_for, feed, random_case
-from tests.swap_watch import Linked, fill, turns, watched
+from tests.swap_watch import Linked, fill, turns, watched, within
 
 SIZES = (530, 64, 700, 64, 1, 333)
 COUNTS = [1, 3, 3, 64, 1, 40]
@@ -302,3 +303,74 @@ def test_blocking_callers_have_the_same_call(answers: dict[str, list[list[U16]]]
         for result in swap.attend_batch(0, sequences, asked(cases, 0, [1] * 3), out):
             result.synchronize()
         assert all((out[at] == answers["small"][at][0][-1]).all() for at in range(3))
+
+
+async def test_a_batch_s_table_is_kept_while_its_blocks_stay_where_they_are() -> None:
+    cases = [random_case(SMALL, tokens, 90 + at) for at, tokens in enumerate((400, 330, 345))]
+    wanted = [await alone(case, list(range(case.tokens))) for case in cases]
+    config = config_for(cases[0], sequences=5, capacity=2400, extra_device=30, extra_host=500)
+    async with watched(config) as swap:
+        sequences = [swap.sequence() for _ in cases]
+        lengths = [300, 290, 300]
+        for sequence, case, length in zip(sequences, cases, lengths, strict=True):
+            await sequence.append(1, case.keys[1][:length], case.values[1][:length])
+
+        async def ask(places: list[int]) -> int:
+            """The last rows, which must be right; where the launch's table lies."""
+            rows = [cases[at].queries[1][lengths[at] - 1 : lengths[at]] for at in places]
+            out = room(cases[0], 1, len(places))
+            chosen = [sequences[at] for at in places]
+            for result in await swap.attend_batch(1, chosen, np.concatenate(rows), out):
+                await result.done()
+            for row, at in zip(out, places, strict=True):
+                assert (row == wanted[at][1][lengths[at] - 1]).all(), at
+            kept = chosen[0]._layers[1].batch
+            assert kept is not None
+            assert kept._entries is not None
+            return kept._entries.address
+
+        async def append(at: int, rows: int) -> None:
+            part = slice(lengths[at], lengths[at] + rows)
+            await sequences[at].append(1, cases[at].keys[1][part], cases[at].values[1][part])
+            lengths[at] += rows
+
+        tables = [await ask([0, 1, 2])]
+        for at in range(3):
+            await append(at, 1)  # into blocks that the table has
+        tables.append(await ask([0, 1, 2]))
+        assert tables[0] == tables[1]
+        await append(1, 20)  # two blocks more
+        tables.append(await ask([0, 1, 2]))
+        assert tables[1] != tables[2] == await ask([0, 1, 2])
+        tables.append(await ask([0, 2]))
+        assert tables[2] != tables[3]
+        assert await ask([2, 1]) not in tables  # another one's
+        await sequences[0].truncate(250)
+        lengths[0] = 250
+        await ask([0, 1, 2])
+        await sequences[1].close()
+        await ask([0, 2])
+        await turns(5)
+        assert len({place for place, _ in swap.pool_of(1).tables._free}) <= 4
+
+
+async def test_a_batch_gives_back_host_slots_that_somebody_needs() -> None:
+    cases = [random_case(SMALL, 600, 95 + at) for at in range(3)]
+    wanted = [await alone(case, list(range(600))) for case in cases]
+    async with watched(config_for(cases[0], sequences=4, capacity=2400, extra_host=240)) as swap:
+        sequences = [swap.sequence() for _ in cases]
+        for sequence, case in zip(sequences, cases, strict=True):
+            await within(lambda s=sequence, c=case: fill(s, c))  # type: ignore[misc]
+            await swap.flush()
+            for _ in range(3):
+                for count in (1, len(sequences)):
+                    chosen = [s for s in sequences if s.length][-count:]
+                    places = [sequences.index(s) for s in chosen]
+                    out = room(cases[0], 2, len(chosen))
+                    queries = np.concatenate([cases[at].queries[2][-1:] for at in places])
+                    results = await within(
+                        lambda c=chosen, q=queries, o=out: swap.attend_batch(2, c, q, o)  # type: ignore[misc]
+                    )
+                    for result, row, at in zip(results, out, places, strict=True):
+                        await result.done()
+                        assert (row == wanted[at][2][-1]).all()

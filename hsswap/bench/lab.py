@@ -149,6 +149,8 @@ class Muted:
         self.last: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            return lambda stream, work: None
         return getattr(self._device, name)
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
