@@ -11,19 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.swap_watch import turns, watched, within
-from tests.test_device_faults import (
-    CASE,
-    START,
-    WAYS,
-    Bench,
-    Way,
-    check_afterwards,
-    check_answers,
-    config_of,
-    evict,
-    fill,
-)
+from tests.swap_watch import turns, within
+from tests.ways import WAYS, Way, ready
 
 AWAITED = [way for way in WAYS if not way.name.startswith(("try_", "fork"))]
 MOST_TURNS = 60
@@ -31,16 +20,7 @@ MOST_TURNS = 60
 
 async def cancelled_after(way: Way, count: int) -> bool:
     """One call cancelled after so many turns of the loop; whether it had ended before."""
-    async with watched(config_of(way), device=way.device()) as swap:
-        bench = Bench(swap, swap.sequence(top_k=way.top_k), swap.sequence())
-        await fill(bench.sequence, CASE, START)
-        await fill(bench.other, CASE, 100)
-        await swap.flush()
-        if way.top_k is not None:
-            await bench.ask(1)
-        if way.evicted:
-            await bench.ask(1, True)
-            await evict(swap)
+    async with ready(way) as bench:
         ended = way.call(bench)
         assert ended is not None
         call = asyncio.ensure_future(ended)
@@ -49,12 +29,6 @@ async def cancelled_after(way: Way, count: int) -> bool:
         call.cancel()
         with suppress(asyncio.CancelledError):
             await within(lambda: call)
-        await within(lambda: check_afterwards(bench))
-        await within(lambda: check_answers(bench.other))
-        for sequence in [*bench.made, bench.sequence]:
-            await within(sequence.close)
-        await within(swap.flush)
-        await within(lambda: check_answers(bench.other))
     return was_done
 
 
