@@ -8,12 +8,13 @@ import importlib.util
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hsswap.bench.io_arms import Memory, Slice
+from hsswap.bench.io_arms import DRAWN, Memory, Slice
 from hsswap.driver.base import Buffer, Device
 from hsswap.io.gds_kvikio import DeviceBuffer
 
@@ -41,7 +42,7 @@ class KvikioArm:
         compatible = kvikio.defaults.is_compat_mode_preferred()
         self.path = "compatibility path" if compatible else "cuFile"
         self._files: list[Any] = [kvikio.CuFile(str(path), "r") for path in files]
-        self._blocks = [path.stat().st_size // block_bytes for path in files]
+        blocks = [path.stat().st_size // block_bytes for path in files]
         self._arena: Buffer | None = None
         if device is None:
             self.destination = "host"
@@ -54,7 +55,11 @@ class KvikioArm:
             )
             self._slots = [DeviceBuffer(address, block_bytes) for address in begins]
         self._block_bytes = block_bytes
-        self._rng = np.random.default_rng(3)
+        # Drawn before, as for the store.
+        rng = np.random.default_rng(3)
+        drawn = rng.integers(0, len(files), DRAWN)
+        places = rng.integers(0, np.array(blocks)[drawn]) * block_bytes
+        self._places = cycle(zip(drawn.tolist(), places.tolist(), strict=True))
 
     @classmethod
     def make(
@@ -84,8 +89,7 @@ class KvikioArm:
         while True:
             if free and time.perf_counter() < deadline:
                 slot = free.popleft()
-                number = int(self._rng.integers(0, len(self._files)))
-                offset = int(self._rng.integers(0, self._blocks[number])) * block_bytes
+                number, offset = next(self._places)
                 file = self._files[number]
                 flying.append((slot, file.pread(self._slots[slot], block_bytes, offset)))
             elif flying:

@@ -45,6 +45,10 @@ def test_blocks_of_any_size(kib: int) -> None:
     assert dims.block_bytes(dims.groups[0]) == kib * 1024
 
 
+def test_every_place_in_the_files_holds_a_block() -> None:
+    assert [io.whole_segments(count) for count in (1, 256, 257, 4096)] == [256, 256, 512, 4096]
+
+
 def test_sizes_that_no_block_has() -> None:
     with pytest.raises(BenchError, match="5000 bytes"):
         dims_of(5000)
