@@ -1,4 +1,7 @@
-"""Long runs in short form, and at full length under ``make soak``, which notes what they did."""
+"""Long runs in short form, and at full length under ``make soak``, which notes what they did.
+
+The long ones are in parts, each with seeds of its own, so that several processes can share them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import pytest
 from tests.io.killed import Killing
 from tests.io.store_model import Player
 from tests.soaking import note
+
+PLAYS, PLAYED = 20, 50_000
+KILLINGS, KILLED = 10, 20
 
 
 async def play(seed: int, count: int, reopenings: float) -> Player:
@@ -29,14 +35,16 @@ def test_random_operations(seed: int) -> None:
 
 
 @pytest.mark.soak
-def test_a_million_random_operations() -> None:
-    player = asyncio.run(play(7, 1_000_000, 0.002))
-    assert sum(player.done.values()) == 1_000_000
-    note("store", random_operations=dict(player.done), random_operations_ok=True)
+@pytest.mark.parametrize("part", range(PLAYS))
+def test_a_million_random_operations(part: int) -> None:
+    player = asyncio.run(play(100 + part, PLAYED, 0.002))
+    assert sum(player.done.values()) == PLAYED
+    note("store", **{f"random_operations_{part:02}": dict(player.done)})
 
 
-def kill_rounds(place: Path, rounds: int) -> Killing:
-    killing = Killing(place)
+def kill_rounds(place: Path, rounds: int, after: int = 0) -> Killing:
+    """So many rounds at one store, each with its number for a seed."""
+    killing = Killing(place, rounds=after)
     for _ in range(rounds):
         killing.round()
     return killing
@@ -49,11 +57,8 @@ def test_killed_three_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_killed_two_hundred_times(tmp_path: Path) -> None:
-    killing = kill_rounds(tmp_path / "store", 200)
-    note(
-        "store",
-        kill_rounds=killing.rounds,
-        kill_blocks_checked=killing.blocks_checked,
-        kill_ok=True,
-    )
+@pytest.mark.parametrize("part", range(KILLINGS))
+def test_killed_two_hundred_times(part: int, tmp_path: Path) -> None:
+    killing = kill_rounds(tmp_path / "store", KILLED, after=part * KILLED)
+    did = {"rounds": KILLED, "blocks_checked": killing.blocks_checked}
+    note("store", **{f"kills_{part:02}": did})
