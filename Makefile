@@ -69,7 +69,7 @@ soak: $(STAMP) ## the tests marked slow or soak
 	  -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
 test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest -m 'gpu or gds' $(PYTEST_ARGS)
 
 sanitize: ## compute-sanitizer over the GPU tests of every kernel; reports to build/sanitize
 	$(GPU_PYTHON) -m bench.sanitize
