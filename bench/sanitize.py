@@ -132,7 +132,10 @@ def main() -> int:
     outcomes: list[Outcome] = []
 
     def one(pair: tuple[str, str]) -> None:
-        outcome = run(*pair, arguments.each, arguments.out, until_s)
+        if time.monotonic() < until_s:
+            outcome = run(*pair, arguments.each, arguments.out, until_s)
+        else:
+            outcome = Outcome(pair[1], pair[0], -1, 0.0, [], "not begun")
         outcomes.append(outcome)
         print(json.dumps(asdict(outcome)), flush=True)
 
@@ -169,17 +172,30 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Note the name of every kernel that is loaded: each is loaded to be launched."""
+    """Note the name of every kernel that is looked up: each is looked up to be launched.
+
+    Keep the context and what is loaded from test to test, too: the tools change a kernel's code
+    when it is loaded, which takes seconds.
+    """
+    from hsswap.driver.cuda_context import Context
     from hsswap.driver.cuda_modules import Modules
 
-    loaded = Modules.function
+    begin, look_up = Modules.__init__, Modules.function
+    functions: dict[Any, Any] = {}
+    modules: dict[Any, Any] = {}
+
+    def sharing(self: Modules, *given: Any) -> None:
+        begin(self, *given)
+        self._functions, self._modules = functions, modules
 
     def noting(self: Modules, key: Any) -> Any:
         with open(os.environ[LAUNCHED], "a", encoding="utf-8") as file:
             file.write(f"{key[0]}\n")
-        return loaded(self, key)
+        return look_up(self, key)
 
+    Modules.__init__ = sharing  # type: ignore[assignment,method-assign]
     Modules.function = noting  # type: ignore[method-assign]
+    Modules.close = Context.release = lambda self: None  # type: ignore[assignment,method-assign]
 
 
 if __name__ == "__main__":
