@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.config import LayerGroup
 from hsswap.dims import MAX_BLOCK_SIZE
 from hsswap.driver.choice_operations import FetchWork
 from hsswap.driver.codes_operations import Attended, LayerCodes, Resident, ScoreMemory
@@ -214,6 +215,8 @@ def check_scales(
 def check_pages(pool: PagePool) -> int:
     """Check an engine's pages; the number of them."""
     group = pool.group
+    if type(group) is not LayerGroup:
+        raise ArgumentError(f"units.group is a {type(group).__name__}; a LayerGroup is needed")
     pages, size = shape_of_rank(pool.keys, 4, "units.keys")[:2]
     shape = (pages, size, group.kv_heads)
     check_tensor(pool.keys, group.kv_dtype, (*shape, group.head_dim), "units.keys")

@@ -98,11 +98,11 @@ def _state(state: AttentionState, rows: tuple[int, ...], value_dim: int | None =
 
 def attend(work: AttendWork) -> AttendWork:
     """Check an AttendWork."""
-    group, size = work.units.group, work.units.block_size
     if isinstance(work.units, PagePool):
         units = check_pages(work.units)
     else:
         units = check_pool(work.units, "units")
+    group, size = work.units.group, work.units.block_size
     sequences, rows, heads, _ = shape_of_rank(work.queries, 4, "queries")
     if heads != group.q_heads:
         raise ArgumentError(f"queries has {heads} heads; {group.q_heads} are needed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hsswap.driver.operations import AttendWork, AttentionState, FinalizeWork, P
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 from tests.driver.rig import NAN_CODE, Cache, Rig, random_codes
+from tests.test_odd_arguments import ODD
 
 GROUPS = [
     LayerGroup(1, 6, 2, 16),
@@ -157,6 +158,34 @@ def test_pages_that_cannot_be_read_are_refused(rig: Rig) -> None:
     for wrong, table, message in bad:
         with pytest.raises(ArgumentError, match=message):
             attend(rig, wrong, table, queries, [40])
+
+
+@pytest.mark.parametrize("group", [GROUPS[0], GROUPS[4]], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("name", [field.name for field in fields(PagePool)])
+def test_pages_of_odd_things_are_refused(rig: Rig, group: LayerGroup, name: str) -> None:
+    """A typed error, and the output of the call before stays."""
+    rng = np.random.default_rng(6)
+    cache = rig.cache(rng, group, 16, [40])
+    queries = rig.tensor(random_codes(rng, (1, 1, group.q_heads, group.head_dim)))
+    pool, slots = pages_of(rig, cache, LAYOUTS["NHD"])
+    shape = (1, 1, group.q_heads)
+    poison = np.full((*shape, group.value_dim), 7.0, np.float32)
+    parts = [rig.tensor(array) for array in (poison[..., 0], poison[..., 0], poison)]
+    lengths = np.array([40], np.int64)
+    given = 0
+    for value in ODD:
+        if value is None and getattr(pool, name) is None:
+            continue
+        work = AttendWork(
+            queries, lengths, replace(pool, **{name: value}), slots, 0, None, 16,
+            AttentionState(*parts), True, None,
+        )  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"units.{name}|{name}"):
+            rig.device.attend(rig.stream, work)
+        given += 1
+    assert given >= len(ODD) - 1
+    rig.stream.synchronize()
+    assert all((part.array() == 7.0).all() for part in parts)
 
 
 def test_pages_of_e4m3_with_one_scale_for_all(rig: Rig) -> None:
