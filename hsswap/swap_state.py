@@ -166,6 +166,9 @@ class SwapState:
             stream = self._streams.get(key) if key is not None else None
             if stream is None or getattr(stream, "closed", False):
                 stream = self.device.stream(handle)  # refuses what is no stream of this device
+                # What was closed goes; of others a device takes only so many.
+                known = self._streams.items()
+                self._streams = {k: s for k, s in known if not getattr(s, "closed", False)}
                 self._streams[stream.handle] = stream
             return stream
 

@@ -155,8 +155,14 @@ async def test_a_stream_object_that_is_gone_does_not_name_another(case: Case) ->
         streams = [swap.device.stream() for _ in range(50)]
         for stream in streams:
             assert swap.stream_of(Handle(stream)).handle == stream.handle
-        for stream in streams:
+        for stream in streams[1:]:
             stream.close()
+        assert swap.stream_of(streams[0]) is swap.stream_of(streams[0])
+        last = swap.device.stream()
+        swap.stream_of(last)
+        assert set(swap._streams) == {streams[0].handle, last.handle}  # the closed ones are gone
+        streams[0].close()
+        last.close()
 
 
 async def test_an_output_that_cannot_be_written_is_refused(case: Case) -> None:

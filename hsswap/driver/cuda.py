@@ -58,9 +58,13 @@ from hsswap.driver.operations import (
 from hsswap.driver.preparing import PrepareWork
 from hsswap.driver.round_operations import CopyWork, RunningWork
 from hsswap.driver.rounds_base import RoundKernels
-from hsswap.errors import ArgumentError, ClosedError
+from hsswap.errors import ArgumentError, ClosedError, DeviceError
 
 W = TypeVar("W")
+
+CALLERS_STREAMS = 256
+"""Different handles from callers at most: nobody says when a stream is gone, and each costs 3 MiB.
+torch has 32 streams a priority, and gives them in turn."""
 
 
 def _attend(device: Launcher, stream: Stream, work: AttendWork) -> None:
@@ -125,13 +129,15 @@ class CudaDevice(Device, Launcher):
         """A new stream, or the caller's own by its handle.
 
         What hsswap keeps for a caller's handle (a ring, a workspace: 3 MiB) stays until the device
-        closes.
+        closes. Raises DeviceError for more handles than CALLERS_STREAMS.
         """
         self.check_open()
         with self._lock, self.context:
             is_new = handle is None
             number = self._new_stream(urgent) if handle is None else handle_number(handle)
             state = self._states.get(number)
+            if is_new and state is not None:
+                state.close()  # of a caller's stream that is gone: the driver gives its handle anew
             if state is None or state.closed:
                 if not is_new:
                     self._check_handle(number)
@@ -150,13 +156,15 @@ class CudaDevice(Device, Launcher):
         return int(checked(driver.cuStreamCreateWithPriority(flags, greatest), what))
 
     def _check_handle(self, number: int) -> None:
-        """Refuse a stream of another context."""
+        """Refuse a stream of another context, and one too many."""
         what = f"{self.name}: stream handle {number}"
         owner = checked(self.context.driver.cuStreamGetCtx(number), what)
         if int(owner) != int(self.context.handle):
             raise ArgumentError(
                 f"{what} is of another GPU or context; hand in a stream made on {self.name}"
             )
+        if sum(not state.owned for state in self._states.values()) >= CALLERS_STREAMS:
+            raise DeviceError(f"{what} is one too many; give the first {CALLERS_STREAMS} in turn")
 
     def span_tokens(self, length: int) -> int:
         """See :func:`hsswap.driver.cuda_attention.span_tokens`."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hsswap.config import LayerGroup
 from hsswap.driver import open_device
 from hsswap.driver.cuda import CudaDevice
+from hsswap.driver.cuda_errors import checked
 from hsswap.driver.cuda_events import CudaEvent
 from hsswap.driver.cuda_stream import RING_BYTES, CudaStream
 from hsswap.driver.operations import (
@@ -92,6 +93,31 @@ def test_a_callers_own_context_is_used(cuda: CudaDevice) -> None:
 def test_gpus_that_do_not_exist() -> None:
     with pytest.raises(DeviceError, match=r"cuda:99 does not exist: \d+ GPU"):
         open_device("cuda:99")
+
+
+def test_callers_streams_are_bounded(cuda: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    def made() -> int:
+        with cuda.context:
+            return int(checked(driver.cuStreamCreate(1), "cuStreamCreate"))
+
+    known = sum(not state.owned for state in cuda._states.values())
+    monkeypatch.setattr("hsswap.driver.cuda.CALLERS_STREAMS", known + 2)
+    first, second, third = made(), made(), made()
+    for handle in (first, second, first):
+        assert cuda.stream(handle).handle == handle
+    with pytest.raises(DeviceError, match="is one too many; give the first"):
+        cuda.stream(third)
+    own = cuda.stream()  # its own do not count
+    own.close()
+    with cuda.context:
+        for handle in (first, second, third):
+            checked(driver.cuStreamDestroy(handle), "cuStreamDestroy")
+    streams = [cuda.stream() for _ in range(8)]  # handles of destroyed streams among them
+    assert all(cuda._states[stream.handle].owned for stream in streams)
+    for stream in streams:
+        stream.close()
 
 
 def test_torchs_streams_and_tensors(cuda: CudaDevice) -> None:
