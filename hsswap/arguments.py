@@ -131,11 +131,12 @@ def block_tensor(
     *,
     written: bool = False,
 ) -> Tensor:
-    """BF16 of that shape from an array, or from a pointer into the device's memory.
+    """That shape of the layer group's dtype, from an array or a pointer into the device's memory.
 
     A pointer is an int, with ``strides`` in bytes (None: contiguous). An array may lack a first
     axis of 1. Raises ArgumentError.
     """
+    dtype = pool.group.dtype
     if given is None:
         raise ArgumentError(f"{what} is given neither on the device nor in host memory")
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
@@ -146,12 +147,14 @@ def block_tensor(
                 f"strides of {what} are {shown(strides)}; give 3 even numbers of bytes"
             )
         if not 0 < address < 1 << 63 or address % BF16_BYTES:
-            raise ArgumentError(f"{what} is {shown(address)}; a device pointer to BF16 is needed")
-        return Tensor(address, shape, tuple(steps), "bf16", pool.device_memory.on_device, None)
+            raise ArgumentError(
+                f"{what} is {shown(address)}; a device pointer to {dtype} is needed"
+            )
+        return Tensor(address, shape, tuple(steps), dtype, pool.device_memory.on_device, None)
     if strides is not None:
         raise ArgumentError(f"strides of {what} go with a pointer; an array has its own")
     flat = shape[0] == 1 and len(getattr(given, "shape", ())) == 2
-    tensor = tensor_of(given, "bf16", shape[1:] if flat else shape, what, written=written)
+    tensor = tensor_of(given, dtype, shape[1:] if flat else shape, what, written=written)
     pool.check_reachable(tensor, what)
     return tensor.as_batch() if flat else tensor
 

@@ -255,9 +255,9 @@ class Packed:
     ) -> Packed:
         """Checked. Raises ArgumentError."""
         group, total = pool.group, leading(queries, "queries")
-        taken = tensor_of(queries, "bf16", (total, group.q_heads, group.head_dim), "queries")
+        taken = tensor_of(queries, group.dtype, (total, group.q_heads, group.head_dim), "queries")
         shape = (total, group.q_heads, group.value_dim)
-        taken_out = tensor_of(out, "bf16", shape, "out", written=True)
+        taken_out = tensor_of(out, group.dtype, shape, "out", written=True)
         lse = None
         if lse_out is not None:
             lse = tensor_of(lse_out, "f32", (total, group.q_heads), "lse_out", written=True)

@@ -38,9 +38,10 @@ class LookingAhead(Capturing):
     async def look_ahead(self, layer: int, queries: object, *, stream: object | None = None) -> int:
         """Begin to read what a layer's next top-k attend will probably choose.
 
-        ``queries`` ``[1, q_heads, head_dim]`` BF16 codes: about what the layer will be asked, say
-        its weights on the input of the layer before. Reads go to the host tier, in line with
-        others; outputs do not depend on them. Call it before the layer's append or behind it.
+        ``queries`` ``[1, q_heads, head_dim]``, as :meth:`attend` takes them: about what the layer
+        will be asked, say its weights on the input of the layer before. Reads go to the host tier,
+        in line with others; outputs do not depend on them. Call it before the layer's append or
+        behind it.
         Returns how many blocks will be read; does nothing where the layer attends exactly.
 
         Raises what :meth:`attend` raises.
@@ -48,7 +49,7 @@ class LookingAhead(Capturing):
         with self._exclusive("look_ahead"):
             cache = self._cache(layer)
             group = cache.pool.group
-            taken = tensor_of(queries, "bf16", (1, group.q_heads, group.head_dim), "queries")
+            taken = tensor_of(queries, group.dtype, (1, group.q_heads, group.head_dim), "queries")
             cache.pool.check_reachable(taken, "queries")
             raw_stream = self._swap.stream_of(stream)
             ranked = self._top_k_layers[layer] if self.top_k is not None else None

@@ -87,6 +87,50 @@ async def test_a_fork_and_top_k_in_f16(case: Case) -> None:
                     assert np.asarray(here.out).tobytes() == np.asarray(there.out).tobytes()
 
 
+async def test_the_other_calls_take_f16(case: Case) -> None:
+    """A batch, a look ahead, and blocks by id, with the bits of a call for one sequence."""
+    top_k = TopK(4)
+    config = config_for(
+        case, sequences=2, capacity=3 * TOKENS, extra_host=200, extra_device=4 * 3 * 13
+    )
+    async with (
+        HighSpeedSwap.open(config, io=MemoryIO()) as swap,
+        swap.sequence(top_k=top_k) as ranked,
+        swap.sequence() as exact,
+    ):
+        for sequence in (ranked, exact):
+            for layer in range(3):
+                await sequence.append(layer, case.keys[layer], case.values[layer])
+        assert await ranked.look_ahead(2, case.queries[2][-1:]) >= 0
+        queries = case.queries[0][-1:]
+        alone = await exact.attend(0, queries)
+        await alone.done()
+        wanted = np.asarray(alone.out).tobytes()
+        out = np.full((2, 6, 16), np.nan, np.float16)
+        both = [ranked, exact]
+        for result in await swap.attend_batch(0, both, queries[[0, 0]], out, exact=True):
+            await result.done()
+        assert out[0].tobytes() == out[1].tobytes() == wanted
+        ids = [await swap.alloc_disk_block_id() for _ in range(2)]
+        for number, block in enumerate(ids):
+            part = slice(16 * number, 16 * number + 16)
+            keys, values = case.keys[0][part], case.values[0][part]
+            await swap.offload_block(
+                layer=0, block=block, k_block_host=keys, v_block_host=values, valid_tokens=16
+            )
+        named = np.full((6, 16), np.nan, np.float16)
+        result = await swap.attend_layer(
+            layer=0, seq_block_ids=ids, q_dev=case.queries[0][31], output_dev=named
+        )
+        await result.done()
+        await exact.truncate(32)
+        alone = await exact.attend(0, case.queries[0][31:32])
+        await alone.done()
+        assert named.tobytes() == np.asarray(alone.out).tobytes()
+        for block in ids:
+            await swap.dec_disk_ref(block=block)
+
+
 async def test_bf16_codes_are_refused(case: Case) -> None:
     config = config_for(case)
     async with HighSpeedSwap.open(config, io=MemoryIO()) as swap, swap.sequence() as sequence:
