@@ -20,7 +20,8 @@ from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
 from hsswap.driver.operations import FinalizeWork
 from hsswap.driver.tensor import Tensor
-from hsswap.exact import ExactPass, LayerCache, Leased
+from hsswap.exact import ExactPass, LayerCache, Ready
+from hsswap.loads import Leased
 from hsswap.pools import state_bytes, state_in
 from hsswap.prefetch import Blocks
 from hsswap.repeating import remember
@@ -84,8 +85,10 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
         while True:
             with swap.lock:
                 swap.check_open()  # after every await: what follows touches memory
+                arriving = _arriving(swap, work)
                 while (
-                    not work.finished
+                    arriving is None
+                    and not work.finished
                     and len(launched) < swap.max_tiles_ahead
                     and not swap.prefetcher.crowded
                 ):
@@ -98,15 +101,27 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                     return _finish(swap, query, work)
                 work.give_back()
                 blocks = work.needs()
-            if len(launched) >= swap.max_tiles_ahead:
+            if arriving is not None:
+                loaded = await swap.prefetcher.arrived(arriving)
+            elif len(launched) >= swap.max_tiles_ahead:
                 await launched.popleft().wait()
                 continue
-            loaded = await swap.prefetcher.load(blocks)
+            else:
+                loaded = await swap.prefetcher.load(blocks)
             with swap.lock:
                 swap.check_open()
                 swap.counters.misses += loaded.missed
                 swap.counters.host_hits += len(loaded.slots) - loaded.missed
-                launched += work.enqueue(Leased(loaded.slots)) or [query.stream.record()]
+                ready = Ready(loaded.slots, 1 if arriving is None else work.tiles_left)
+                launched += work.enqueue(ready) or [query.stream.record()]
+
+
+def _arriving(swap: SwapState, work: ExactPass) -> Leased | None:
+    """Everything left of a pass, if the last of it is on its way: then it is one launch, which
+    costs the caller's thread as much as a launch of what is there would before.
+    """
+    blocks = None if work.finished else work.in_one()
+    return None if blocks is None else swap.prefetcher.join(blocks, swap.config.tile_blocks)
 
 
 def try_attend_exact(swap: SwapState, query: Query) -> AttendResult | None:

@@ -33,8 +33,8 @@ NOTHING = np.empty(0, np.intp)
 NO_SLOTS = np.empty(0, np.int32)
 
 
-class Leased(NamedTuple):
-    """Host slots of what is missing of the next ``tiles`` tiles, in order, with a lease of each."""
+class Ready(NamedTuple):
+    """Ready host slots of what is missing of the next ``tiles`` tiles, in order."""
 
     slots: I32
     tiles: int = 1
@@ -162,7 +162,7 @@ class ExactPass:
         self.whole: AttendWork | None = None
         """The launch that attended everything, if it was one row over a table in device memory."""
         self.unread: I32 | None = None
-        """Leased slots of tiles whose launch failed before their readers had an event."""
+        """Ready slots of tiles whose launch failed before their readers had an event."""
 
     @property
     def tile_count(self) -> int:
@@ -172,7 +172,7 @@ class ExactPass:
     @property
     def finished(self) -> bool:
         """Whether every tile has been enqueued."""
-        return self.next_tile == len(self._tiles)
+        return not self.tiles_left
 
     @property
     def scratch_bytes(self) -> int:
@@ -221,6 +221,15 @@ class ExactPass:
         """The blocks of the next tile that are not in device slots."""
         return self._cache.missing(self._tiles[self.next_tile], self._indices)[1]
 
+    @property
+    def tiles_left(self) -> int:
+        """Tiles that have not been enqueued."""
+        return len(self._tiles) - self.next_tile
+
+    def in_one(self) -> Blocks | None:
+        """What all tiles left miss, if they can be attended in one launch."""
+        return None if self._is_resident or not self._in_place else self._left()
+
     def all_on_device(self) -> bool:
         """Whether no tile left needs a host slot."""
         return self._is_resident or not len(self._left().indices)
@@ -230,16 +239,15 @@ class ExactPass:
         return self._is_resident or self._left().loaded() is not None
 
     def _left(self) -> Blocks:
-        """The blocks of all tiles left that are not in device slots."""
         left = Tile(self._tiles[self.next_tile].start, self._tiles[-1].stop)
         return self._cache.missing(left, self._indices)[1]
 
-    def lease_next(self, most: int) -> Leased | None:
+    def lease_next(self, most: int) -> Ready | None:
         """Lease the blocks of the next tiles that the host tier has all of, ``most`` at most; None
-        if it has not all of the first. Where host slots are read in place they become one tile.
+        if it has not all of the first. Where host slots are read in place, of all tiles.
         """
         if self._is_resident:
-            return Leased(NO_SLOTS)
+            return Ready(NO_SLOTS)
         cache, tier = self._cache, self._cache.pool.tier
         end = None if self._in_place else self.next_tile + most
         tiles = self._tiles[self.next_tile : end]
@@ -255,14 +263,11 @@ class ExactPass:
                 return None
             slots = slots[: np.searchsorted(missing, stops[count - 1] - start)]
         tier.lease(slots)
-        if not self._in_place:
-            return Leased(slots, count)
-        self._tiles[self.next_tile : self.next_tile + count] = [Tile(start, stops[count - 1])]
-        return Leased(slots)
+        return Ready(slots, count)
 
-    def enqueue(self, leased: Leased) -> list[Event]:
-        """Launch the next tiles; their missing blocks are in the leased host slots. Returns events
-        behind launches that needed one.
+    def enqueue(self, ready: Ready) -> list[Event]:
+        """Launch the next tiles, in one where host slots are read in place. Their missing blocks
+        are in the leased host slots. Returns events behind launches that needed one.
         """
         first = self._tiles[self.next_tile]
         if self._is_resident:
@@ -273,14 +278,16 @@ class ExactPass:
             if self._table is not None:
                 self._table.reader = self.behind
             return [self.behind]
-        tiles = self._tiles[self.next_tile : self.next_tile + leased.tiles]
+        tiles = self._tiles[self.next_tile : self.next_tile + ready.tiles]
         placed = self._cache.device_slot[first.start : tiles[-1].stop].copy()
         missing = np.flatnonzero(placed < 0)
         self.device_hits += len(placed) - len(missing)
-        self.unread = leased.slots
+        self.unread = ready.slots
         if self._in_place or not len(missing):
-            return self._attend_in_place(first, placed, missing, leased.slots)
-        return self._attend_through_ring(tiles, placed, missing, leased.slots)
+            first = Tile(first.start, tiles[-1].stop)
+            self._tiles[self.next_tile : self.next_tile + len(tiles)] = [first]
+            return self._attend_in_place(first, placed, missing, ready.slots)
+        return self._attend_through_ring(tiles, placed, missing, ready.slots)
 
     def give_back(self) -> None:
         """Give the leases of what is enqueued back, behind the last reader: all are of one stream.

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock
 
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from hsswap.errors import ClosedError, HsswapError, StaleBlockId
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
+from hsswap.loads import Leased, Load, Loaded
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
 from hsswap.tiers import I32, I64, READING, SlotState
@@ -56,25 +57,6 @@ class Blocks:
         slots = self.pool.tier.lookup(self.group_layer, self.indices)
         there = not (slots < 0).any() and self.pool.tier.is_loaded(slots)
         return slots if there else None
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """One read on its way: ``failed`` maps slots that did not come to the reason."""
-
-    pool: GroupPool
-    slots: I32
-    remaining: int
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    failed: dict[int, HsswapError] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Leased host slots of the blocks asked for; ``missed``: how many had to be waited for."""
-
-    slots: I32
-    missed: int
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +126,7 @@ class Prefetcher:
         """
         if not len(blocks.indices):
             return Loaded(np.empty(0, np.int32), 0)
-        admitted: list[tuple[I32, dict[Load, list[int]]]] = []
+        admitted: list[Leased] = []
 
         def admit() -> bool:
             got = blocks.pool.tier.admit(blocks.group_layer, blocks.indices)
@@ -154,25 +136,46 @@ class Prefetcher:
             if absent.any():
                 missing = Blocks(blocks.pool, blocks.layer, blocks.indices[absent])
                 self._submit(missing, slots[absent], Priority.NEEDED)
-            admitted.append((slots, self._loads_of(blocks.pool, slots)))
+            admitted.append(Leased(blocks.pool, slots, self._loads_of(blocks.pool, slots)))
             return True
 
         start = time.perf_counter()
-        await self._take_turn(blocks, admit, undo=lambda: self._release(blocks.pool, *admitted[0]))
-        slots, loads = admitted[0]
-        missed = sum(map(len, loads.values()))
+        await self._take_turn(blocks, admit, undo=lambda: self._release(admitted[0]))
+        return await self.arrived(admitted[0], start)
+
+    def join(self, blocks: Blocks, most: int) -> Leased | None:
+        """Lease host slots of blocks that are all there or on their way, at least one and ``most``
+        at most; None, and no lease, for others. Under the lock. Then await :meth:`arrived`.
+
+        Nobody waits for room while holding others' that way, however many blocks there are.
+        """
+        tier = blocks.pool.tier
+        slots = tier.lookup(blocks.group_layer, blocks.indices)
+        if self._waiters or (slots < 0).any():
+            return None
+        loads = self._loads_of(blocks.pool, slots)
+        if not 0 < sum(map(len, loads.values())) <= most:
+            return None
+        tier.lease(slots)
+        return Leased(blocks.pool, slots, loads)
+
+    async def arrived(self, leased: Leased, start: float | None = None) -> Loaded:
+        """Wait for the reads that leased slots wait for, since ``start``. Raises the store's error
+        for a block that could not be read; the leases are given back then.
+        """
+        start, loads = start or time.perf_counter(), leased.loads
         try:
             for load in loads:
                 await load.finished.wait()
         except BaseException:
-            self._release(blocks.pool, slots, loads)
+            self._release(leased)
             raise
         self._counters.read_wait_s += time.perf_counter() - start if loads else 0.0
         errors = [load.failed[s] for load, mine in loads.items() for s in mine if s in load.failed]
         if errors:
-            self._release(blocks.pool, slots, loads)
+            self._release(leased)
             raise errors[0]
-        return Loaded(slots, missed)
+        return Loaded(leased.slots, sum(map(len, loads.values())))
 
     async def reserve(self, blocks: Blocks) -> I32:
         """Dirty host slots for blocks about to be written there. Raises like :meth:`load`."""
@@ -387,9 +390,10 @@ class Prefetcher:
             table = self._load_of[id(pool)] = np.full(pool.tier.slot_count, None)
         return table
 
-    def _release(self, pool: GroupPool, slots: I32, loads: dict[Load, list[int]]) -> None:
-        lost = [slot for load, mine in loads.items() for slot in mine if slot in load.failed]
-        kept = slots[~np.isin(slots, lost)] if lost else slots
+    def _release(self, leased: Leased) -> None:
+        loads = leased.loads.items()
+        lost = [slot for load, mine in loads for slot in mine if slot in load.failed]
+        kept = leased.slots[~np.isin(leased.slots, lost)] if lost else leased.slots
         with self._lock:
-            pool.tier.release(kept, scan=True)
+            leased.pool.tier.release(kept, scan=True)
         self.pump()

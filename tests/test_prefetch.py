@@ -138,6 +138,54 @@ async def test_askers_of_the_same_block_join_one_read() -> None:
         assert (rig.pool.tier.leases[one.slots] == 2).all()
 
 
+async def test_who_joins_leases_everything_that_is_there_or_on_its_way() -> None:
+    gate = Fault(FaultKind.HOLD, only="read", at=1)
+    async with rigged(8, gate) as rig:
+        there = await rig.prefetcher.load(rig.blocks(0, 1, 2))
+        assert rig.prefetcher.join(rig.blocks(0, 1, 2), 8) is None  # nothing to wait for
+        rig.prefetcher.plan("a", [rig.blocks(20, 21)])
+        await asyncio.to_thread(gate.gate.reached.wait)
+        for blocks in (rig.blocks(0, 20, 33), rig.blocks(33)):  # one that nobody reads
+            assert rig.prefetcher.join(blocks, 8) is None
+        assert rig.prefetcher.join(rig.blocks(0, 20, 21), 1) is None  # too many to wait for
+        assert (rig.pool.tier.leases[there.slots] == 1).all()
+        leased = rig.prefetcher.join(rig.blocks(2, 20, 0, 21), 2)
+        assert leased is not None
+        assert (rig.pool.tier.leases[leased.slots] > 0).all()
+        gate.gate.opened.set()
+        loaded = await rig.prefetcher.arrived(leased)
+        assert loaded.missed == 2
+        rig.check(loaded.slots, 2, 20, 0, 21)
+        assert rig.reads() == 2
+        rig.release(loaded.slots)
+        rig.release(there.slots)
+        assert not rig.pool.tier.leases.any()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_who_joins_in_vain_gives_leases_back(fails: bool) -> None:
+    gate = Fault(FaultKind.HOLD, only="read", at=1)
+    bad = Fault(FaultKind.ERRNO, at=2, count=1, only="read")
+    async with rigged(8, gate, *[bad] * fails) as rig:
+        there = await rig.prefetcher.load(rig.blocks(0, 1))
+        rig.prefetcher.plan("a", [rig.blocks(20, 22)])
+        await asyncio.to_thread(gate.gate.reached.wait)
+        leased = rig.prefetcher.join(rig.blocks(0, 1, 20, 22), 2)
+        assert leased is not None
+        waiting = asyncio.ensure_future(rig.prefetcher.arrived(leased))
+        await asyncio.sleep(0)
+        if not fails:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        gate.gate.opened.set()
+        with pytest.raises(BlockIOError if fails else asyncio.CancelledError):
+            await waiting
+        await rig.prefetcher.settle()
+        assert (rig.pool.tier.leases[there.slots] == 1).all()
+        rig.release(there.slots)
+        assert not rig.pool.tier.leases.any()
+
+
 async def test_read_ahead_takes_free_slots_in_order_and_no_more() -> None:
     async with rigged(6) as rig:
         held = await rig.prefetcher.load(rig.blocks(60, 61))
