@@ -160,8 +160,9 @@ class _Bench:
         everything = replace(self.config(layers, tokens, **slots), tile_tokens=tile)
         part = replace(
             everything,
-            # And some slots more are for what streams through (tiers.HostTier).
-            host_slots=blocks - blocks // 16,
+            # And half a thousand slots are for what streams through (tiers.HostTier): about 24
+            # blocks a layer are read, which takes as long as its compute.
+            host_slots=blocks - blocks // 64,
             io="auto",
             directory=None if self.directory is None else self.directory / "overlap",
         )
