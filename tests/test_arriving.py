@@ -20,12 +20,14 @@ CASE = random_case(ModelDims.uniform(layers=2, q_heads=2, kv_heads=1, head_dim=1
 
 
 class Counting(HostDevice):
-    """Counts launches of attention."""
+    """Remembers launches of attention."""
 
-    launches = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[AttendWork] = []
 
     def attend(self, stream: Stream, work: AttendWork) -> None:
-        self.launches += 1
+        self.launches.append(work)
         super().attend(stream, work)
 
 
@@ -42,7 +44,7 @@ async def test_the_rest_is_one_launch() -> None:
         first = await within(lambda: sequence.attend(0, CASE.queries[0][-1:]))
         await first.done()
         await asyncio.to_thread(gate.gate.reached.wait)  # the next layer's
-        device.launches = 0
+        device.launches.clear()
         asking = asyncio.ensure_future(sequence.attend(1, CASE.queries[1][-1:]))
         await turns(20)
         assert not asking.done()
@@ -50,6 +52,6 @@ async def test_the_rest_is_one_launch() -> None:
         gate.gate.opened.set()
         result = await within(lambda: asking)
         await result.done()
-        assert device.launches == 1
+        assert len(device.launches) == 1
         assert (np.asarray(result.out)[0] == wanted[1][-1]).all()
         assert swap.statistics().misses == 16
