@@ -25,9 +25,10 @@ from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from hsswap.bench.figures import SLICES_MIN, interval_of_median, machine, percentile
+from hsswap.bench.figures import SLICES_MIN, interval_of_median, machine
 from hsswap.bench.io_arms import (
     FilledStore,
+    Fio,
     ReaderArm,
     Slice,
     StoreArm,
@@ -36,6 +37,7 @@ from hsswap.bench.io_arms import (
 )
 from hsswap.bench.io_device import DeviceArm
 from hsswap.bench.io_kvikio import KvikioArm
+from hsswap.bench.io_rows import KIB, SUMMING, Row, lag_of, print_rows, rates, ratio, row_of
 from hsswap.bench.io_turns import compare_turns
 from hsswap.commands.interrupts import Interrupts
 from hsswap.driver import open_device
@@ -45,18 +47,14 @@ from hsswap.io import BACKENDS
 from hsswap.io.base import Operation
 from hsswap.io.layout import SEGMENT_IDS
 
-KIB = 1024
 BLOCKS_KIB, DEPTHS = (64, 256, 1024, 12), (64, 8, 1)
 QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
 ENGINES = ("threads", "uring")
-SUMMING = "threads-sum"
-"""A reader that looks at its bytes, as checksums must."""
 SLICE_S, QUICK_SLICE_S = 0.1, 0.02
 """A slice ends when the last block in flight has come: 64 of 1 MiB take a drive of 3 GB/s 22 ms, of
 which a checksum behind the last is a larger part the shorter the slice."""
 FIO_S = 1
 LIMIT_S = 300
-Row = dict[str, Any]
 
 
 class Arm(Protocol):
@@ -229,7 +227,7 @@ async def _measure_size(
                 if report.may_begin(f"{operation.value} of {kib} KiB, {depth} in flight"):
                     found = await _compare(plan, stores, program, operation, depth, device)
                     report.add("results", found)
-                    _print(plan, found)
+                    print_rows(found, plan.people)
 
 
 def whole_segments(blocks: int) -> int:
@@ -278,25 +276,27 @@ async def _compare(
         for turn in range(plan.slices):
             for arm in arms if turn % 2 else arms[::-1]:
                 found.setdefault(_key(arm), []).append(await arm.slice(plan.slice_s))
+        lags = [await arm.lags(plan.slice_s * plan.slices / 2) for arm in ours]
     finally:
         for arm in arms:
             await arm.close()
-    rows = [_row(arm, found[_key(arm)], operation, block_bytes, depth) for arm in arms]
+    rows = [row_of(arm, found[_key(arm)], operation, block_bytes, depth) for arm in arms]
     readers = {f"c-{engine}": found[f"c-{engine}", "host"] for engine in ENGINES}
-    best = max(readers, key=lambda name: interval_of_median(_rates(readers[name])).median)
-    for row, arm in zip(rows[:ours], arms, strict=False):
+    best = max(readers, key=lambda name: interval_of_median(rates(readers[name])).median)
+    for row, arm, its_lags in zip(rows, ours, lags, strict=False):
         mine = found[_key(arm)]
-        row["of_reader"] = _ratio(mine, readers[best])
+        row["loop_lag_ms"] = lag_of(its_lags)
+        row["of_reader"] = ratio(mine, readers[best])
         row["reader"] = best
-        row |= {f"of_{name}": _ratio(mine, theirs) for name, theirs in readers.items()}
+        row |= {f"of_{name}": ratio(mine, theirs) for name, theirs in readers.items()}
         if (summing := found.get((f"c-{SUMMING}", "host"))) is not None:
-            row[f"of_c-{SUMMING}"] = _ratio(mine, summing)
+            row[f"of_c-{SUMMING}"] = ratio(mine, summing)
         if ("kvikio", arm.destination) in found:
-            row["of_kvikio"] = _ratio(mine, found["kvikio", arm.destination])
+            row["of_kvikio"] = ratio(mine, found["kvikio", arm.destination])
     loop = asyncio.get_running_loop()
     fio = await loop.run_in_executor(None, run_fio, files, operation, block_bytes, depth, FIO_S)
     if fio is not None:
-        rows.append(_figures("fio", "O_DIRECT", "host", [fio], operation, block_bytes, depth))
+        rows.append(row_of(Fio(), [fio], operation, block_bytes, depth))
     return rows
 
 
@@ -306,15 +306,17 @@ async def _add_ours(
     operation: Operation,
     depth: int,
     device: Device | None,
-) -> int:
-    """Through the stores, into host memory and, if there is one, a device's. Returns how many."""
-    arms.extend(StoreArm(filled, operation, depth) for filled in stores)
+) -> list[StoreArm]:
+    """Through the stores, into host memory and, if there is one, a device's."""
+    ours = [StoreArm(filled, operation, depth) for filled in stores]
+    arms.extend(ours)
     if device is not None and operation is Operation.READ:
         for filled in stores:
             arm = DeviceArm(filled, depth, device, direct=_is_direct(filled))
             arms.append(arm)
+            ours.append(arm)
             await arm.verify()
-    return len(arms)
+    return ours
 
 
 def _is_direct(filled: FilledStore) -> bool:
@@ -324,76 +326,3 @@ def _is_direct(filled: FilledStore) -> bool:
 
 def _key(arm: Arm) -> tuple[str, str]:
     return arm.name, arm.destination
-
-
-def _rates(slices: list[Slice]) -> list[float]:
-    return [one.operations / one.wall_s for one in slices]
-
-
-def _ratio(ours: list[Slice], theirs: list[Slice]) -> list[float]:
-    """Median, low and high end of the ratios of the turns."""
-    pairs = zip(_rates(ours), _rates(theirs), strict=True)
-    return [round(value, 3) for value in interval_of_median([a / b for a, b in pairs])]
-
-
-def _row(arm: Arm, slices: list[Slice], operation: Operation, nbytes: int, depth: int) -> Row:
-    return _figures(arm.name, arm.path, arm.destination, slices, operation, nbytes, depth)
-
-
-def _figures(
-    name: str,
-    path: str,
-    destination: str,
-    slices: list[Slice],
-    operation: Operation,
-    block_bytes: int,
-    depth: int,
-) -> Row:
-    """What is reported of one arm."""
-    rate = interval_of_median([block_bytes * rate / 1e6 for rate in _rates(slices)])
-    processor = interval_of_median([1e6 * one.processor_s / one.operations for one in slices])
-    row: Row = {
-        "arm": name,
-        "path": path,
-        "memory": destination,
-        "operation": operation.value,
-        "block_kib": block_bytes // KIB,
-        "depth": depth,
-        "mb_per_s": round(rate.median, 1),
-        "mb_per_s_95": [round(rate.low, 1), round(rate.high, 1)],
-        "processor_us_per_block": round(processor.median, 2),
-        "processor_us_per_block_95": [round(processor.low, 2), round(processor.high, 2)],
-    }
-    lags = [lag for one in slices for lag in one.lags]
-    if lags:
-        row["loop_lag_ms"] = {
-            "p50": round(1e3 * percentile(lags, 0.5), 3),
-            "p99": round(1e3 * percentile(lags, 0.99), 3),
-            "timers": len(lags),
-        }
-    return row
-
-
-def _print(plan: _Plan, rows: list[Row]) -> None:
-    """The table for people, one part of it."""
-    first = rows[0]
-    title = f"{first['operation']} {first['block_kib']} KiB, {first['depth']} in flight"
-    print(
-        f"{title:34}    MB/s  us/block  lag p50/p99 ms  of the reader in C  of one that sums",
-        file=plan.people,
-    )
-    for row in rows:
-        lag = row.get("loop_lag_ms")
-        lags = f"{lag['p50']:6.2f} {lag['p99']:7.2f}" if lag else ""
-        ratio = row.get("of_reader")
-        of_reader = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}]" if ratio else ""
-        if summing := row.get(f"of_c-{SUMMING}"):
-            of_reader += f"  {summing[0]:.2f} [{summing[1]:.2f}, {summing[2]:.2f}]"
-        where = "" if row["memory"] == "host" else f"to {row['memory']}, "
-        name = f"  {row['arm']} ({where}{row['path']})"
-        print(
-            f"{name:34}{row['mb_per_s']:8.0f}{row['processor_us_per_block']:10.1f}"
-            f"  {lags:14}  {of_reader}",
-            file=plan.people,
-            flush=True,
-        )

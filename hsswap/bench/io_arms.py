@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -37,12 +37,11 @@ class BenchError(HsswapError):
 
 @dataclass
 class Slice:
-    """What one arm did in one turn. ``lags``: seconds that the loop came late, each millisecond."""
+    """What one arm did in one turn."""
 
     operations: int
     wall_s: float
     processor_s: float
-    lags: list[float] = field(default_factory=list)
 
 
 def dims_of(block_bytes: int) -> ModelDims:
@@ -183,13 +182,20 @@ class StoreArm:
         """Work that long, then let what is in flight end."""
         self._end = asyncio.get_running_loop().create_future()
         self._operations, self._in_flight = 0, self._depth
+        wall, processor = time.perf_counter(), time.process_time()
+        self._deadline = wall + seconds
+        self._ask(np.arange(self._depth))
+        await self._end
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        return Slice(self._operations, wall, processor)
+
+    async def lags(self, seconds: float) -> list[float]:
+        """Work that long, watched: seconds that the loop came late, each millisecond. Apart from
+        the slices, because watching is work for the loop that no reader in C has.
+        """
         with LoopLag() as watch:
-            wall, processor = time.perf_counter(), time.process_time()
-            self._deadline = wall + seconds
-            self._ask(np.arange(self._depth))
-            await self._end
-            wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        return Slice(self._operations, wall, processor, watch.lags)
+            await self.slice(seconds)
+        return watch.lags
 
     def _ask(self, slots: NDArray[np.int64]) -> None:
         if self._next + len(slots) > len(self._drawn):
@@ -293,6 +299,12 @@ class ReaderArm:
     async def close(self) -> None:
         """End the process."""
         await asyncio.get_running_loop().run_in_executor(None, self._process.communicate)
+
+
+class Fio:
+    """How fio's figures are named."""
+
+    name, path, destination = "fio", "O_DIRECT", "host"
 
 
 def run_fio(
