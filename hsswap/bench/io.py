@@ -214,7 +214,7 @@ async def _measure_size(
 ) -> None:
     """Every operation and depth with blocks of one size."""
     block_bytes = kib * KIB
-    count = whole_segments(max(plan.data_bytes // block_bytes, max(plan.depths)))
+    count = whole_segments(max(plan.data_bytes // block_bytes, 2 * max(plan.depths)))
     async with AsyncExitStack() as stack:
         stores = []
         for name in plan.backends:

@@ -160,16 +160,18 @@ class StoreArm:
         depth: int,
         memory: Slots | None = None,
     ) -> None:
+        """``memory``: with ``depth`` slots and more; by default the arm's own."""
         self.name = filled.name
         self.path = filled.store.path
         self._filled = filled
         self._depth = depth
         self._call = filled.store.read if operation is Operation.READ else filled.store.write
         self._memory = memory or Memory(depth, filled.store.block_bytes(0))
-        # Slot s moves blocks s, s + depth ...: no block is in flight twice, nor written twice.
-        self._rows = len(filled.indices) // depth
+        # Of n slots the s-th moves blocks s, s + n ...: none is in flight twice, nor written twice.
+        self._slots = len(self._memory.addresses)
+        self._rows = len(filled.indices) // self._slots
         if not self._rows:
-            raise BenchError(f"depth {depth} needs more than {len(filled.indices)} blocks of data")
+            raise BenchError(f"depth {depth} needs more blocks of data than {len(filled.indices)}")
         # Drawn before, because a reader in C spends nothing on it; taken in turn.
         self._drawn = np.random.default_rng(2).integers(0, self._rows, max(DRAWN, depth))
         self._next = 0
@@ -204,7 +206,7 @@ class StoreArm:
         self._next += len(slots)
         self._call(
             0,
-            self._filled.indices[rows * self._depth + slots],
+            self._filled.indices[rows * self._slots + slots],
             self._memory.addresses[slots],
             priority=Priority.NEEDED,
             owner=self._memory,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.bench.io_arms import BenchError, FilledStore, Memory, StoreArm, transfer
+from hsswap.bench.io_arms import BenchError, FilledStore, Memory, Slice, StoreArm, transfer
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import BlockPool, ChecksumWork, GatherWork, ScatterWork, UnitPool
 from hsswap.driver.tensor import tensor_in
@@ -121,10 +122,15 @@ class DeviceMemory:
 
 
 class DeviceArm(StoreArm):
-    """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`."""
+    """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
+
+    Where they go through host slots, of which there are twice ``depth``, a block is asked for when
+    another has come there, and a gather takes on all that came during the one before.
+    """
 
     def __init__(self, filled: FilledStore, depth: int, device: Device, *, direct: bool) -> None:
-        self._there = DeviceMemory(device, filled, depth, direct=direct)
+        slots = depth if direct else 2 * depth
+        self._there = DeviceMemory(device, filled, slots, direct=direct)
         try:
             super().__init__(filled, Operation.READ, depth, self._there)
         except BaseException:
@@ -133,16 +139,25 @@ class DeviceArm(StoreArm):
         self.destination = f"device {device.name}"
         self.path += ", verified there" if direct else ", gathered from host slots"
         self._direct = direct
-        self._arrived: list[NDArray[np.int64]] = []
+        self._arrived: list[NDArray[np.int64]] = []  # in this turn of the loop
+        self._here: list[NDArray[np.int64]] = []  # in host slots, not gathered
+        self._free: list[int] = []
+        self._owed = 0  # blocks to ask for when there are slots again
+        self._gathering = False
+
+    async def slice(self, seconds: float) -> Slice:
+        """Work that long, then let what is in flight end."""
+        self._free = list(range(self._depth, self._slots))
+        return await super().slice(seconds)
 
     async def verify(self) -> None:
         """Move a block to every slot, and compare. Raises BenchError when one is wrong."""
-        indices = self._filled.indices[: self._depth]
-        expected = Memory(self._depth, self._filled.store.block_bytes(0))
+        indices = self._filled.indices[: self._slots]
+        expected = Memory(self._slots, self._filled.store.block_bytes(0))
         await transfer(self._filled.store, Operation.READ, indices, expected)
         await transfer(self._filled.store, Operation.READ, indices, self._there)
         if not self._direct:
-            await self._there.gather(np.arange(self._depth)).wait()
+            await self._there.gather(np.arange(self._slots)).wait()
         if not np.array_equal(self._there.content(), expected.blocks):
             raise BenchError(f"{self.name}: blocks came to {self.destination} wrong; report it")
 
@@ -153,13 +168,33 @@ class DeviceArm(StoreArm):
             super()._done(slots, positions, error)
             return
         if not self._arrived:
-            asyncio.get_running_loop().call_soon(self._gather)
+            asyncio.get_running_loop().call_soon(self._take_on)
         self._arrived.append(slots[positions])
 
-    def _gather(self) -> None:
-        """Copy on what has come to host slots, in one call."""
-        slots = np.concatenate(self._arrived)
+    def _take_on(self) -> None:
+        """Ask for as many blocks as have come, then see them to the device."""
+        self._owed += sum(map(len, self._arrived))
+        self._here += self._arrived
         self._arrived.clear()
+        self._ask_owed()
+        if not self._gathering:
+            self._gather()
+
+    def _ask_owed(self) -> None:
+        if time.perf_counter() >= self._deadline:
+            self._owed = 0
+        if count := min(self._owed, len(self._free)):
+            slots = np.array(self._free[:count])
+            del self._free[:count]
+            self._owed -= count
+            self._in_flight += count
+            self._ask(slots)
+
+    def _gather(self) -> None:
+        """Copy on what is in host slots, in one call."""
+        slots = np.concatenate(self._here)
+        self._here.clear()
+        self._gathering = True
         loop = asyncio.get_running_loop()
         event = self._there.gather(slots)
 
@@ -169,12 +204,22 @@ class DeviceArm(StoreArm):
         event.call_when_done(done)
 
     def _gathered(self, slots: NDArray[np.int64], event: Event) -> None:
-        error: HsswapError | None = None
+        assert self._end is not None
+        self._gathering = False
         try:
             event.is_done()
         except HsswapError as problem:
-            error = problem
-        super()._done(slots, np.arange(len(slots)), error)
+            if not self._end.done():
+                self._end.set_exception(problem)
+            return
+        self._operations += len(slots)
+        self._in_flight -= len(slots)
+        self._free += slots.tolist()
+        self._ask_owed()
+        if self._here:
+            self._gather()
+        if self._in_flight == 0 and not self._end.done():
+            self._end.set_result(None)
 
     async def close(self) -> None:
         """Give the memory back."""
