@@ -13,14 +13,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hsswap.bench.cases import CASES, Case, Inputs, make_inputs, relative_error
-from hsswap.bench.common import MIN_SLICES, Interval, Machine
+from hsswap.bench.common import MIN_SLICES, Interval, Machine, names_of
 from hsswap.bench.lab import need_gpu
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write
 from hsswap.driver import open_device
 from hsswap.driver.cuda_attention import enqueue_attend, enqueue_finalize
 from hsswap.errors import DeviceError
@@ -29,6 +29,7 @@ TOLERANCE = 1.5 * 2.6e-3
 """Promise 1: 1.5 times the usual kernel's error, which is at most 2.6e-3 on these inputs."""
 
 SLICE_US = 4000.0
+NUMBERS = ("A1", "A2", "A3", "A4", "F8", "S1")
 CLOSE = 1.3
 """Backends within this factor of the fastest are measured in alternation; others once."""
 
@@ -38,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="short slices and fewer rows: a check, no figures")
-    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
     add("--device", default="cuda:0", metavar="NAME", help="the GPU (cuda:0)")
-    add("--only", metavar="A1,A2", help="only rows of these names: A1, A2, A3, A4, F8, S1")
+    add("--only", metavar="A1,A2", help=f"only rows of these names: {', '.join(NUMBERS)}")
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a result was wrong or a floor was missed."""
+    wanted = names_of(args.only, NUMBERS, "--only")
     need_gpu(args.device, "bench attention compares kernels of a GPU and has no other way")
     try:
         import torch
@@ -54,7 +56,6 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         ) from error
     # torch says at length which backends do not take a call; the table says which do.
     warnings.filterwarnings("ignore", category=UserWarning)
-    wanted = set(args.only.split(",")) if args.only else {"A1", "A2", "A3", "A4", "F8", "S1"}
     rows: list[dict[str, Any]] = []
     with open_device(args.device) as device:
         torch.cuda.init()

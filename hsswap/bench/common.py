@@ -11,8 +11,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hsswap.errors import ArgumentError
+
 MIN_SLICES = 20
 """Alternating slices under which no figure counts."""
+
+
+def names_of(text: str | None, known: Sequence[str], option: str) -> list[str]:
+    """The names in an option's list with commas, or all of them without one, in the order of
+    ``known``. Raises ArgumentError for others.
+    """
+    if text is None:
+        return list(known)
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ArgumentError(f"{option} has {', '.join(unknown) or text}; known: {', '.join(known)}")
+    return [name for name in known if name in names]
 
 
 @dataclass(frozen=True, slots=True)

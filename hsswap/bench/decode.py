@@ -19,15 +19,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, PredictorConfig, SwapConfig, TopK
-from hsswap.bench.common import Machine
+from hsswap.bench.common import Machine, names_of
 from hsswap.bench.decode_arms import Arm, Arms, Problem, arms_for
 from hsswap.bench.lab import Lab, Turns, tell
 from hsswap.bench.synthetic import BLOCK, Shape
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write
 from hsswap.errors import ArgumentError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.memory import MemoryIO
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="a small model and few slices: a check, no figures")
-    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
     add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
     add("--tokens", metavar="N,N", help="only these lengths: 32768, 131072")
     add("--arms", metavar="A,B", help="beside dense and top-k only these of D2 (all)")
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         sizes = tuple(size for size in sizes if str(size.tokens) in args.tokens.split(","))
         if not sizes:
             raise ArgumentError(f"--tokens {args.tokens} names none of 32768 and 131072")
-    chosen = tuple(AGAINST) if args.arms is None else tuple(filter(None, args.arms.split(",")))
+    chosen = [] if args.arms == "" else names_of(args.arms, list(AGAINST), "--arms")
     rows: list[Row] = []
     with Lab.on(args.device) as lab:
         arms = arms_for(lab, model)

@@ -40,6 +40,7 @@ from hsswap.bench.io_kvikio import KvikioArm
 from hsswap.bench.io_rows import KIB, SUMMING, Row, lag_of, print_rows, rates, ratio, row_of
 from hsswap.bench.io_turns import compare_turns
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError
@@ -78,7 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one object on stdout and nothing else")
     add("--quick", action="store_true", help="64 KiB at depth 64 alone, short slices")
     add("--plot", type=Path, metavar="F", help="a picture of MB/s and processor time")
-    add("--out", type=Path, metavar="F", help="the object of --json in a file, after every row")
+    add(
+        "--out",
+        type=file_to_write,
+        metavar="F",
+        help="the object of --json in a file, after every row",
+    )
     add("--limit", type=int, default=LIMIT_S, metavar="S", help="begin nothing after S seconds")
     add("--device", metavar="D", help="reads to this device as well: host or cuda:N")
     add("--backends", default="posix,uring", metavar="A,B", help="default: posix,uring")

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig
-from hsswap.bench.common import Machine
+from hsswap.bench.common import Machine, names_of
 from hsswap.bench.lab import Lab, Muted, Turns, fill, muted, tell
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write
 
 Row = dict[str, Any]
 BLOCK = 16
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="small shapes and few slices: a check, no figures")
-    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
     add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
     add("--dir", type=Path, metavar="D", help="where decode's blocks are (the temporary folder)")
     add("--only", metavar="A,B", help=f"only these: {', '.join(MEASURES)}")
@@ -72,14 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a floor was missed. Raises HsswapError."""
-    wanted = args.only.split(",") if args.only else MEASURES
+    wanted = names_of(args.only, MEASURES, "--only")
     sizes = SMALL if args.quick else Sizes()
     rows: list[Row] = []
     with Lab.on(args.device) as lab:
         bench = _Bench(lab, sizes, args.quick, args.dir)
-        for name in MEASURES:
-            if name in wanted:
-                rows += asyncio.run(getattr(bench, name)())
+        for name in wanted:
+            rows += asyncio.run(getattr(bench, name)())
     result = {
         "bench": "overlap",
         "quick": bool(args.quick),

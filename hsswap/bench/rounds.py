@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hsswap.bench.common import Interval, Machine
+from hsswap.bench.common import Interval, Machine, names_of
 from hsswap.bench.lab import Turns, tell
 from hsswap.bench.rounds_arms import (
     PLAIN,
@@ -38,6 +38,7 @@ from hsswap.bench.rounds_arms import (
 from hsswap.bench.rounds_host import HostEngine
 from hsswap.commands.generate import load_model
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.places import file_to_write
 from hsswap.errors import ArgumentError
 from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
 from hsswap.models.llama_weights import LayerWeights, LlamaWeights
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="a small model and few turns: a check, no figures")
-    add("--out", type=Path, metavar="F", help="also write the JSON object to a file")
+    add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
     add("--device", default="host", metavar="NAME", help="host or cuda:N (host)")
     add("--model", type=Path, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
     add("--batch", default=",".join(map(str, BATCHES)), metavar="N,N", help="sequences (1,4,16)")
@@ -94,8 +95,9 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 where a floor of R1 is missed on a GPU; raises VerifyError for wrong
     tokens.
     """
-    batches, ways = _numbers(args.batch), _ways(args.ways)
-    names = _texts(args.texts)
+    batches, names = _numbers(args.batch), names_of(args.texts, list(TEXTS), "--texts")
+    chosen = names_of(args.ways, [way.name for way in WAYS], "--ways")
+    ways = [way for way in WAYS if way.name in chosen]
     for name, value in (("--draft", args.draft), ("--tokens", args.tokens)):
         if value < 1:
             raise ArgumentError(f"{name} is {value}; 1 and more")
@@ -234,21 +236,6 @@ def _holds(row: Row) -> bool:
 
 def _plain(interval: Interval) -> dict[str, float]:
     return {"median": interval.median, "low": interval.low, "high": interval.high}
-
-
-def _ways(text: str | None) -> list[Way]:
-    names = [way.name for way in WAYS] if text is None else text.split(",")
-    known = {way.name: way for way in WAYS}
-    if unknown := [name for name in names if name not in known]:
-        raise ArgumentError(f"--ways has {', '.join(unknown)}; known: {', '.join(known)}")
-    return [known[name] for name in names]
-
-
-def _texts(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in TEXTS]:
-        raise ArgumentError(f"--texts has {', '.join(unknown)}; known: {', '.join(TEXTS)}")
-    return names
 
 
 def _numbers(text: str) -> list[int]:

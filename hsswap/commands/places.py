@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,37 @@ def check_store_folder(path: Path) -> None:
     place = nearest_folder(path)
     if reason := why_not_writable(place):
         raise ArgumentError(f"--dir {path}: {place} cannot be written to ({reason}); name another")
+
+
+def why_no_file(path: Path) -> str:
+    """Why an option's file cannot be written, and the remedy; "" if it can."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return f"{path} is a directory; name a file in it"
+    if not folder.is_dir():
+        return f"{folder} is no directory; make it first"
+    if reason := why_not_writable(folder):
+        return f"{folder} cannot be written to ({reason}); name another"
+    return ""
+
+
+def file_to_write(text: str) -> Path:
+    """An option's file, for argparse: refused before a long run, not behind it."""
+    if reason := why_no_file(Path(text)):
+        raise argparse.ArgumentTypeError(reason)
+    return Path(text)
+
+
+def folder_to_make(text: str) -> Path:
+    """An option's folder, for argparse: one that is there or can be made."""
+    place = Path(text).absolute()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{place} is no directory; name another folder")
+    if reason := why_not_writable(place):
+        raise argparse.ArgumentTypeError(f"{place} cannot be written to ({reason}); name another")
+    return Path(text)
 
 
 def why_not_writable(folder: Path) -> str:

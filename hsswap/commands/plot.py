@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hsswap.commands.decoding import Step
-from hsswap.commands.places import why_not_writable
+from hsswap.commands.places import why_no_file
 from hsswap.errors import ArgumentError, HsswapError
 
 # Colours that differ in brightness too, for print and for the colour-blind (Okabe and Ito 2008).
@@ -27,15 +27,10 @@ def check_plot(path: Path) -> None:
     ArgumentError for the name and its folder, PlotError without matplotlib.
     """
     import_matplotlib()
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise ArgumentError(f"--plot {path} is a directory; name a file in it")
+    if reason := why_no_file(path):
+        raise ArgumentError(f"--plot: {reason}")
     if path.suffix.lower() != ".png":
         raise ArgumentError(f"--plot {path}: pictures are PNG; give it a name that ends in .png")
-    if not folder.is_dir():
-        raise ArgumentError(f"--plot: {folder} is no directory; make it first")
-    if reason := why_not_writable(folder):
-        raise ArgumentError(f"--plot: {folder} cannot be written to ({reason}); name another")
 
 
 def import_matplotlib() -> None:
