@@ -22,7 +22,7 @@ from hsswap.driver.tensor import Tensor
 from hsswap.pools import GroupPool, RingRegion, state_bytes, state_in
 from hsswap.prefetch import Blocks
 from hsswap.resident_table import ResidentTable
-from hsswap.ring import columns, parts_of, place, tables_at, tile_tokens_for, upload
+from hsswap.ring import columns, parts_of, place, tables_at, tapered, tile_tokens_for, upload
 from hsswap.tiers import I32, I64, SlotState, Tile, joined, tiles_of
 
 if TYPE_CHECKING:
@@ -331,12 +331,11 @@ class ExactPass:
     def _attend_through_ring(
         self, tiles: list[Tile], placed: I32, missing: NDArray[np.intp], host_slots: I32
     ) -> list[Event]:
-        """Tiles whose missing blocks are gathered into the ring, tile by tile; ``placed``: device
-        slots of all their blocks, -1 for those.
-        """
-        pool, start = self._cache.pool, tiles[0].start
-        copies = pool.copies
+        """Tiles through the ring; ``placed``: device slots of their blocks, -1 where missing."""
+        pool, copies, start = self._cache.pool, self._cache.pool.copies, tiles[0].start
         assert copies is not None  # a device that does not read so many rows in place
+        stop, tiles = self.next_tile + len(tiles), tapered(tiles, self._span_blocks)
+        self._tiles[self.next_tile : stop] = tiles
         parts = parts_of(tiles, missing)
         place(pool, placed, missing, parts)
         assert self._scratch is not None

@@ -7,6 +7,8 @@ for the tile's attention, which has to free the ring: copies and attention would
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +36,19 @@ def tile_tokens_for(span_tokens: int, tile_tokens: int) -> int:
 def tables_at(pool: GroupPool, rows: int) -> int:
     """Where in a pass's scratch memory the tables are."""
     return -(-state_bytes(pool.group, rows) // ALIGN) * ALIGN
+
+
+def tapered(tiles: list[Tile], span_blocks: int) -> list[Tile]:
+    """The same blocks, of three tiles and more with about a span alone at each end: what the first
+    copy and the last attention could be beside is not there.
+    """
+    if len(tiles) < 3:
+        return tiles
+    last = tiles[-1]
+    spans = (last.stop - last.start - (span_blocks + 1) // 2) // span_blocks
+    edges = {tiles[0].start + span_blocks, last.start + max(0, spans) * span_blocks}
+    edges |= {edge for tile in tiles for edge in (tile.start, tile.stop)}
+    return [Tile(*both) for both in pairwise(sorted(edges))]
 
 
 def parts_of(tiles: list[Tile], missing: NDArray[np.intp]) -> list[slice]:

@@ -164,9 +164,11 @@ class Waiter:
         self._context = context
         libc = ctypes.CDLL(None, use_errno=True)
         self._libc = libc
+        # Calls that never wait keep the interpreter: to get it back among busy threads takes long.
+        self._at_once = ctypes.PyDLL(None)
         self._memory = ctypes.create_string_buffer(_SEM_BYTES + 16)
         self._semaphore = (ctypes.addressof(self._memory) + 15) // 16 * 16
-        for name in ("sem_init", "sem_post", "sem_wait", "sem_trywait"):
+        for name in ("sem_init", "sem_wait"):
             getattr(libc, name).restype = ctypes.c_int
         libc.sem_init(ctypes.c_void_p(self._semaphore), 0, 0)
         address = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
@@ -191,14 +193,14 @@ class Waiter:
             # With nothing pending it sleeps without an end, and a failure would not wake it.
             if self._is_idle:
                 self._is_idle = False
-                self._libc.sem_post(ctypes.c_void_p(self._semaphore))
+                self._at_once.sem_post(ctypes.c_void_p(self._semaphore))
         raw, driver = event.raw, self._context.driver
         with suppress(CudaError), self._context:
             if raw is not None and not driver.cuStreamWaitEvent(stream, raw.handle, 0)[0]:
                 status = driver.cuLaunchHostFunc(stream, self._post, self._semaphore)[0]
                 if not status:
                     return
-        self._libc.sem_post(ctypes.c_void_p(self._semaphore))
+        self._at_once.sem_post(ctypes.c_void_p(self._semaphore))
 
     def stop(self) -> None:
         """End the thread once nothing is pending. A callback of an event may call it."""
@@ -206,7 +208,7 @@ class Waiter:
             self._stopping = True
             thread = self._thread
         if thread is not None:
-            self._libc.sem_post(ctypes.c_void_p(self._semaphore))
+            self._at_once.sem_post(ctypes.c_void_p(self._semaphore))
             if thread is not threading.current_thread():
                 thread.join()
 
@@ -241,7 +243,7 @@ class Waiter:
             until = time.monotonic() + seconds
             limit = (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9))
             self._libc.sem_clockwait(semaphore, _CLOCK_MONOTONIC, limit)
-        while self._libc.sem_trywait(semaphore) == 0:
+        while self._at_once.sem_trywait(semaphore) == 0:
             pass
 
 
