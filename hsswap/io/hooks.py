@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hsswap.errors import HsswapError
 from hsswap.io.base import Operation, Transfer
@@ -30,7 +30,7 @@ class HookThreads:
     called on a thread after the first one that the loop has not been woken for.
     """
 
-    def __init__(self, names: Sequence[str], wake: Callable[[], None]) -> None:
+    def __init__(self, count: int, wake: Callable[[], None]) -> None:
         self.done: deque[tuple[Transfer, HsswapError | None]] = deque()
         self._wake = wake
         self._condition = threading.Condition(threading.Lock())
@@ -39,7 +39,8 @@ class HookThreads:
         self._stopping = False
         self._wake_pending = False
         self._threads = [
-            threading.Thread(target=self._work, name=name, daemon=True) for name in names
+            threading.Thread(target=self._work, name=f"hsswap-hooks-{number}", daemon=True)
+            for number in range(count)
         ]
         for thread in self._threads:
             thread.start()

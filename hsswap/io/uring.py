@@ -101,8 +101,7 @@ class UringIO(CountedIO):
         self._queue = DriveQueue(ring, self.alignment)
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
-        names = [f"hsswap-hooks-{number}" for number in range(limits.HOOK_THREADS)]
-        self._hooks = HookThreads(names, lambda: os.eventfd_write(event, 1))
+        self._hooks = HookThreads(limits.HOOK_THREADS, lambda: os.eventfd_write(event, 1))
 
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
         self._require_open()
@@ -191,19 +190,20 @@ class UringIO(CountedIO):
         finally:
             self._in_turn = False
             # Enough for this turn, a hook that failed, or KeyboardInterrupt through an on_done.
-            if self._ended or self._ended_spans or self._moved or self._moved_spans:
+            left = self._ended or self._ended_spans or self._moved or self._moved_spans
+            if left or self._queue.ring.more:  # behind whoever asks again now
                 self._turn_soon()
             self._tell_idle()
 
     def _reap(self, queue: DriveQueue) -> None:
-        """Take out what has ended, once all that was taken out before is verified."""
-        in_drive = None
-        if not (self._moved or self._moved_spans):
-            moved, spans = queue.reap()
-            self._moved.extend(moved)
-            self._moved_spans.extend(spans)
-            in_drive = queue.in_kernel
-        self._may_end.begin(in_drive)
+        """Take out what has ended, as much as this turn may end."""
+        left = bool(self._moved or self._moved_spans)
+        goes_on = left or queue.ring.more
+        if not left:
+            queue.ring.collect()
+        self._may_end.begin(None if goes_on else queue.in_drive)
+        if not left:
+            queue.reap(self._may_end.transfers, self._moved, self._moved_spans)
 
     def _turn_soon(self) -> None:
         assert self._loop is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import repeat
 
 import numpy as np
@@ -45,6 +46,11 @@ class DriveQueue:
     def in_kernel(self) -> int:
         """Operations the kernel has taken and not completed."""
         return self.ring.entries - len(self._free) - self.ring.pending
+
+    @property
+    def in_drive(self) -> int:
+        """How many of them have not ended, at least."""
+        return 0 if self.ring.unposted else self.in_kernel - self.ring.waiting
 
     def add(self, transfers: list[Transfer], direct: bool) -> None:
         """Put transfers into the ring, for :meth:`submit`."""
@@ -105,18 +111,16 @@ class DriveQueue:
                 ended.append((transfer, problem, self._nbytes[number]))
         return ended, spans
 
-    def reap(self) -> tuple[list[Ended], list[EndedSpans]]:
-        """What has ended. Transfers that came short are added again."""
-        ended: list[Ended] = []
-        failed: list[EndedSpans] = []
+    def reap(self, most: int, ended: deque[Ended], ended_spans: deque[EndedSpans]) -> None:
+        """Add what has ended, at most so many, to these. Transfers that came short go on."""
         good: dict[SpanReads, list[int]] = {}
         spans, missing, all_reads, free = self._spans, self._missing, self._reads, self._free
-        for number, result in zip(*self.ring.reap(), strict=True):
+        for number, result in zip(*self.ring.take(most), strict=True):
             if (span := spans[number]) >= 0:
                 reads = all_reads[number]
                 assert reads is not None
                 if result != reads.span_bytes:
-                    failed.append(self._failed_span(number, result))
+                    ended_spans.append(self._failed_span(number, result))
                     continue
                 # _release_span, in place: a third of the cost of this loop is that call.
                 all_reads[number] = None
@@ -131,8 +135,7 @@ class DriveQueue:
             elif (moved := self._go_on(number, result)) is not None:
                 transfer = self._release(number)
                 ended.append((transfer, transfer_error(transfer, moved), self._nbytes[number]))
-        failed.extend((reads, numbers, None) for reads, numbers in good.items())
-        return ended, failed
+        ended_spans.extend((reads, numbers, None) for reads, numbers in good.items())
 
     def _release_span(self, number: int) -> SpanReads:
         reads = self._reads[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+from collections import deque
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hsswap.errors import BlockIOError, HsswapError
 from hsswap.io import uring_abi as abi
 from hsswap.io.base import Operation, Transfer
+from hsswap.io.counted import Ended, EndedSpans
 from hsswap.io.linux import IOV_MAX
 from hsswap.io.posix import PosixFile
 from hsswap.io.problems import CameShort
@@ -34,6 +36,7 @@ class FakeRing:
     """
 
     entries = 8
+    unposted = False
 
     def __init__(self, content: bytes, script: list[int]) -> None:
         self.content = content
@@ -71,8 +74,19 @@ class FakeRing:
             moved += len(piece)
         return moved
 
-    def reap(self) -> tuple[list[int], list[int]]:
-        ended, self._ended = self._ended, []
+    def collect(self) -> None:
+        """All that was submitted has ended."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._ended)
+
+    @property
+    def more(self) -> bool:
+        return self.waiting > 0
+
+    def take(self, most: int) -> tuple[list[int], list[int]]:
+        ended, self._ended = self._ended[:most], self._ended[most:]
         return [number for number, _ in ended], [result for _, result in ended]
 
 
@@ -81,7 +95,8 @@ def end_all(queue: DriveQueue, ring: FakeRing) -> list[tuple[Transfer, HsswapErr
     ended: list[tuple[Transfer, HsswapError | None]] = []
     while ring.pending:
         assert queue.submit() == 0
-        done, _ = queue.reap()
+        done: deque[Ended] = deque()
+        queue.reap(ring.entries, done, deque())
         ended.extend((one, error) for one, error, nbytes in done if nbytes == one.nbytes)
     return ended
 
@@ -161,8 +176,13 @@ def test_spans_end_each_by_itself() -> None:
     reads = spans([file] * 4, [n * PAGE for n in (0, 3, 1, 2)], pages, Ends(4))
     queue.add_spans(reads, 0, 4, direct=True)
     assert queue.submit() == 0
-    ended, parts = queue.reap()
-    assert ended == []
+    assert (queue.in_kernel, queue.in_drive) == (4, 0)
+    ended: deque[Ended] = deque()
+    parts: deque[EndedSpans] = deque()
+    queue.reap(3, ended, parts)
+    assert (queue.in_kernel, queue.in_drive, ring.more) == (1, 0, True)
+    queue.reap(ring.entries, ended, parts)
+    assert not ended
     errors = {number: error for _, numbers, error in parts for number in numbers}
     assert errors[1] is None
     assert np.array_equal(pages.spans[1], content[3])
