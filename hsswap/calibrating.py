@@ -41,6 +41,9 @@ on a small Llama."""
 
 ROWS = 16  # tokens of a block of the copies
 
+LARGEST = 2.0**30
+"""What is learned from is no larger; no model has such. Products of four are a float32 still."""
+
 
 @dataclass(slots=True)
 class _Shown:
@@ -57,11 +60,17 @@ class _Shown:
 
     def joined(self) -> tuple[NDArray[np.int64], F64]:
         """All positions and rows, float64."""
-        return np.concatenate(self.positions), np.concatenate(self.rows).astype(np.float64)
+        return np.concatenate(self.positions), _usable(self.rows)
 
     def joined_values(self) -> F64 | None:
         """All values, float64, if there are any."""
-        return np.concatenate(self.values).astype(np.float64) if self.values else None
+        return _usable(self.values) if self.values else None
+
+
+def _usable(parts: list[NDArray[np.float32]]) -> F64:
+    """One array of float64. One NaN would be all that is learned, of every head."""
+    joined = np.concatenate(parts).astype(np.float64)
+    return np.clip(np.where(np.isfinite(joined), joined, 0), -LARGEST, LARGEST)
 
 
 @dataclass(eq=False, slots=True)
@@ -310,6 +319,8 @@ class Calibration:
 
     def _begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._make())
+        # Perhaps nobody waits for it. One that found no memory leaves it to the next prompt.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _make(self) -> None:
         with_queries = self._least(self._queries) >= LEAST_TOKENS // QUERY_STEP
