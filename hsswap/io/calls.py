@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from hsswap.io.runs import (
     fill_by,
     fill_checksums,
 )
+from hsswap.io.tables import FEW
 
 Hook = Callable[[BlockRun], None]
 
@@ -67,8 +69,13 @@ class Call(NamedTuple):
         low, high = _ends(self.indices)
         if low < 0 or high >= capacity:
             raise ArgumentError(f"a block index is outside 0 to {capacity - 1}")
-        bits = int(np.bitwise_or.reduce(self.addresses))
-        if bits & (alignment - 1) or not _ends(self.addresses)[0]:
+        if len(self.addresses) <= FEW:
+            addresses: list[int] = self.addresses.tolist()
+            bits, null = reduce(or_, addresses), not all(addresses)
+        else:
+            bits = int(np.bitwise_or.reduce(self.addresses))
+            null = not np.logical_and.reduce(self.addresses)
+        if bits & (alignment - 1) or null:
             raise ArgumentError(f"addresses must be multiples of {alignment}, not null")
 
     def cut(
@@ -87,8 +94,8 @@ class Call(NamedTuple):
         generations = ids.generations(indices)
         seeds = identity_seeds(self.layer, indices, generations).tolist()
         prepare, verify = self._hooks()
-        firsts = indices[bounds[:-1]]
-        offsets = layout.offsets(self.layer, firsts).tolist()
+        firsts: list[int] = indices[bounds[:-1]].tolist()
+        offsets = layout.offsets(self.layer, firsts)
         parts = _parts(bounds, addresses, positions, generations)
         edges = itertools.pairwise(bounds.tolist())
         runs = [
@@ -113,7 +120,7 @@ class Call(NamedTuple):
                 notify=self.on_done,
             )
             for first, offset, its_addresses, its_positions, its_generations, (begin, end) in zip(
-                firsts.tolist(), offsets, *parts, edges, strict=True
+                firsts, offsets, *parts, edges, strict=True
             )
         ]
         if self.lengths is not None:
@@ -156,7 +163,7 @@ def check_codes_version(version: int) -> None:
 
 def _ends(numbers: NDArray[Any]) -> tuple[int, int]:
     """The lowest and the highest."""
-    if len(numbers) <= 64:  # a third of the cost
+    if len(numbers) <= FEW:
         listed = numbers.tolist()
         return min(listed), max(listed)
     return int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))

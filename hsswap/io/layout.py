@@ -63,10 +63,10 @@ class SegmentLayout:
         """Where a block begins in the file of its segment, in bytes."""
         return self.layer_offsets[layer] + index % SEGMENT_IDS * self.block_bytes[layer]
 
-    def offsets(self, layer: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def offsets(self, layer: int, indices: list[int]) -> list[int]:
         """:meth:`offset` of many blocks of a layer."""
-        places: NDArray[np.int64] = indices % SEGMENT_IDS * self.block_bytes[layer]
-        return places + self.layer_offsets[layer]
+        begin, block_bytes = self.layer_offsets[layer], self.block_bytes[layer]
+        return [begin + index % SEGMENT_IDS * block_bytes for index in indices]
 
 
 def segment_of(index: int) -> int:

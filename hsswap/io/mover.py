@@ -41,6 +41,7 @@ from hsswap.io.refusals import why_refused
 from hsswap.io.runs import BlockOrder, BlockRun, OnBlocksDone, Report, error_of_block
 from hsswap.io.segments import Segments
 from hsswap.io.spans import SpanReader
+from hsswap.io.tables import FEW
 from hsswap.io.tickets import Tickets
 
 
@@ -94,12 +95,14 @@ class RunMover:
 
     def unreadable(
         self, layer: int, indices: NDArray[np.int64], generations: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """Which blocks have no content of their generation, and none on the way."""
-        unknown: NDArray[np.bool_] = self._contents.written[layer, indices] != generations
-        if np.logical_or.reduce(unknown):
-            # What is being written now is judged when that is done.
-            unknown &= ~self._order.unsettled(layer, indices)
+    ) -> NDArray[np.bool_] | None:
+        """Which blocks have no content of their generation, and none on the way; None: all have."""
+        written = self._contents.written[layer][indices]
+        if len(indices) <= FEW and written.tolist() == generations.tolist():
+            return None
+        unknown: NDArray[np.bool_] = written != generations
+        # What is being written now is judged when that is done.
+        unknown &= ~self._order.unsettled(layer, indices)
         return unknown
 
     def begin(self, call: Call, positions: NDArray[np.int64] | None, layout: SegmentLayout) -> None:
@@ -120,7 +123,7 @@ class RunMover:
         layer, reading = runs[0].layer, runs[0].operation is Operation.READ
         ticket = 0 if reading else self.tickets.take(len(indices))
         if reading and self._order.admit_reads(layer, indices):
-            crcs: list[int] = self._contents.checksums[layer, indices].tolist()
+            crcs: list[int] = self._contents.checksums[layer][indices].tolist()
             begin = 0
             for run in runs:
                 end = begin + len(run.seeds)

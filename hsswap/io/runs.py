@@ -12,7 +12,7 @@ from hsswap.checksum import crc32, crc32_each
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
-from hsswap.io.tables import sparse_zeros
+from hsswap.io.tables import lowest, sparse_zeros
 from hsswap.io.views import array_type, block_views
 
 OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
@@ -203,7 +203,7 @@ class BlockOrder:
     def admit_reads(self, layer: int, indices: NDArray[np.int64]) -> bool:
         """:meth:`admit` for all reads of a call at once. False: some must wait; admit each."""
         holders = self._holders[layer]
-        if self._waiting or np.minimum.reduce(holders[indices]) < 0:
+        if self._waiting or lowest(holders[indices]) < 0:
             return False
         np.add.at(holders, indices, _ONE)
         return True

@@ -33,6 +33,7 @@ from hsswap.io.runs import (
     compare_checksums,
 )
 from hsswap.io.segments import Segment, Segments
+from hsswap.io.tables import FEW
 from hsswap.io.views import array_type
 
 
@@ -96,7 +97,6 @@ def compare_spans(spans: BlockSpans, numbers: list[int]) -> None:
             spans.bad.add(number)
 
 
-FEW = 64
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -179,7 +179,7 @@ class SpanReader:
         contents = self._contents
         spans = BlockSpans(
             [segment.file for segment in segments if segment.file is not None],
-            layout.offsets(layer, indices).tolist(),
+            layout.offsets(layer, listed),
             call.addresses[alone].tolist(),
             block_bytes,
             call.priority,
@@ -192,9 +192,9 @@ class SpanReader:
             positions=alone,
             segments=segments,
             # Of the write that they hold: nobody writes them now.
-            generations=contents.written[layer, indices],
-            seeds=contents.seeds[layer, indices].tolist(),
-            crcs=contents.checksums[layer, indices].tolist(),
+            generations=contents.written[layer][indices],
+            seeds=contents.seeds[layer][indices].tolist(),
+            crcs=contents.checksums[layer][indices].tolist(),
             notify=call.on_done,
             checksums=call.checksums,
             run_done=run_done,

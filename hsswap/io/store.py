@@ -376,10 +376,10 @@ class BlockStore(SeedIds):
         if self._closed is not None:
             raise ClosedError(f"{self!r}: open a new store")
 
-    def _begin(self, call: Call, unknown: NDArray[np.bool_]) -> None:
-        """Hand over runs of the known blocks, and report the others."""
+    def _begin(self, call: Call, unknown: NDArray[np.bool_] | None) -> None:
+        """Hand over runs of the known blocks, and report the others; None: all are known."""
         positions = None
-        if np.logical_or.reduce(unknown):
+        if unknown is not None and np.logical_or.reduce(unknown):
             positions = np.arange(len(call.indices))
             writing = call.operation is Operation.WRITE
             refused = positions[unknown]

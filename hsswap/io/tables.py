@@ -13,8 +13,19 @@ from hsswap.errors import ConfigError
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+FEW = 64
+"""Of so many numbers a list is quicker than NumPy: a reduction costs 1 us, ``table[row, numbers]``
+0.9 where ``table[row][numbers]`` takes 0.2, a list of 16 and its minimum 0.4."""
+
 MAP_NORESERVE = 0x4000
 """Of linux/mman.h on x86-64 and AArch64; Python's mmap has no name for it before 3.13."""
+
+
+def lowest(numbers: NDArray[Any]) -> int:
+    """The lowest number of an array that has one at least."""
+    if len(numbers) <= FEW:
+        return int(min(numbers.tolist()))
+    return int(np.minimum.reduce(numbers))
 
 
 def sparse_zeros(shape: tuple[int, ...], dtype: type[Scalar]) -> NDArray[Scalar]:
