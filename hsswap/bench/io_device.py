@@ -90,8 +90,9 @@ class DeviceMemory:
 
     def gather(self, slots: NDArray[np.int64]) -> Event:
         """Copy host slots to the device slots of the same numbers; returns at once."""
+        blocks = slots.astype(np.int32)
         self._device.gather(
-            self._stream, GatherWork(self._slots, self._units, *self._units_of(slots))
+            self._stream, GatherWork(self._slots, self._units, blocks, None, blocks)
         )
         return self._stream.record()
 
@@ -125,7 +126,8 @@ class DeviceArm(StoreArm):
     """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
 
     Where they go through host slots, of which there are twice ``depth``, a block is asked for when
-    another has come there, and a gather takes on all that came during the one before.
+    another has come there. One gather at a time takes on all that has come; whether it is done is
+    looked at when more comes, and waited for only when slots are wanting.
     """
 
     def __init__(self, filled: FilledStore, depth: int, device: Device, *, direct: bool) -> None:
@@ -140,10 +142,11 @@ class DeviceArm(StoreArm):
         self.path += ", verified there" if direct else ", gathered from host slots"
         self._direct = direct
         self._arrived: list[NDArray[np.int64]] = []  # in this turn of the loop
-        self._here: list[NDArray[np.int64]] = []  # in host slots, not gathered
+        self._here: list[NDArray[np.int64]] = []  # in host slots, in no gather
+        self._gather: tuple[Event, NDArray[np.int64]] | None = None
+        self._waits = False
         self._free: list[int] = []
         self._owed = 0  # blocks to ask for when there are slots again
-        self._gathering = False
 
     async def slice(self, seconds: float) -> Slice:
         """Work that long, then let what is in flight end."""
@@ -176,11 +179,18 @@ class DeviceArm(StoreArm):
         self._owed += sum(map(len, self._arrived))
         self._here += self._arrived
         self._arrived.clear()
-        self._ask_owed()
-        if not self._gathering:
-            self._gather()
+        self._go_on()
 
-    def _ask_owed(self) -> None:
+    def _go_on(self) -> None:
+        """Count a gather that is done, ask for blocks as far as there are slots, begin the next."""
+        assert self._end is not None
+        try:
+            if self._gather is not None and self._gather[0].is_done():
+                self._gathered(self._gather[1])
+        except HsswapError as problem:
+            if not self._end.done():
+                self._end.set_exception(problem)
+            return
         if time.perf_counter() >= self._deadline:
             self._owed = 0
         if count := min(self._owed, len(self._free)):
@@ -189,37 +199,33 @@ class DeviceArm(StoreArm):
             self._owed -= count
             self._in_flight += count
             self._ask(slots)
-
-    def _gather(self) -> None:
-        """Copy on what is in host slots, in one call."""
-        slots = np.concatenate(self._here)
-        self._here.clear()
-        self._gathering = True
-        loop = asyncio.get_running_loop()
-        event = self._there.gather(slots)
-
-        def done() -> None:
-            loop.call_soon_threadsafe(self._gathered, slots, event)
-
-        event.call_when_done(done)
-
-    def _gathered(self, slots: NDArray[np.int64], event: Event) -> None:
-        assert self._end is not None
-        self._gathering = False
-        try:
-            event.is_done()
-        except HsswapError as problem:
-            if not self._end.done():
-                self._end.set_exception(problem)
-            return
-        self._operations += len(slots)
-        self._in_flight -= len(slots)
-        self._free += slots.tolist()
-        self._ask_owed()
-        if self._here:
-            self._gather()
+        if self._here and self._gather is None:
+            slots = np.concatenate(self._here)
+            self._here.clear()
+            self._gather = self._there.gather(slots), slots
+        if self._gather is not None and not self._waits:
+            waiting = sum(map(len, self._here)) + len(self._gather[1])
+            if self._owed or self._in_flight == waiting:  # nothing else would come back here
+                self._waits = True
+                self._gather[0].call_when_done(self._wake)
         if self._in_flight == 0 and not self._end.done():
             self._end.set_result(None)
+
+    def _gathered(self, slots: NDArray[np.int64]) -> None:
+        self._gather = None
+        self._free += slots.tolist()
+        self._operations += len(slots)
+        self._in_flight -= len(slots)
+
+    def _wake(self) -> None:
+        """On the device's thread."""
+        assert self._end is not None
+
+        def go_on() -> None:
+            self._waits = False
+            self._go_on()
+
+        self._end.get_loop().call_soon_threadsafe(go_on)
 
     async def close(self) -> None:
         """Give the memory back."""

@@ -61,7 +61,9 @@ CQ_HEAD, CQ_TAIL, CQ_MASK, CQ_ENTRIES, CQ_OVERFLOW, CQ_CQES, CQ_FLAGS = range(20
 
 @cache
 def _syscall() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).syscall
+    # None of these waits. Letting the interpreter go meanwhile would mean getting it back from
+    # whichever thread took it.
+    function = ctypes.PyDLL(None, use_errno=True).syscall
     function.restype = ctypes.c_long
     function.argtypes = [ctypes.c_long] * 7
     return function
