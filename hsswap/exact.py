@@ -105,13 +105,14 @@ class LayerCache:
 
 
 def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> Blocks:
-    """What exact attention of this layer must bring into the host tier, from block ``start`` on."""
+    """What exact attention of this layer must have read from disk, from block ``start`` on."""
     size = cache.pool.block_size
-    table = cache.settled(indices)
-    if table is not None and table.is_whole:
+    if (table := cache.settled(indices)) is not None and table.is_whole:
         return Blocks(cache.pool, cache.layer, NOTHING)
     first = max(start, cache.first_visible(rows) // SPAN_TOKENS * (SPAN_TOKENS // size))
-    return cache.missing(Tile(first, cache.length // size), indices)[1]
+    missing = cache.missing(Tile(first, cache.length // size), indices)[1]
+    slots = cache.pool.tier.lookup(missing.group_layer, missing.indices)
+    return Blocks(cache.pool, cache.layer, missing.indices[slots < 0])
 
 
 class ExactPass:

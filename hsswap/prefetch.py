@@ -6,7 +6,7 @@ Everything runs on the event loop's thread; the tiers are touched under the swap
   attends can hold each other's slots for ever. A tile always fits, since the host tier holds two.
 * Blocks on their way join: a second asker waits for the first one's read.
 * Reading ahead takes only free slots and goes to the backend behind what is needed. A plan is
-  replaced at every attend, so it never grows beyond two layers.
+  replaced at every attend, so it never grows beyond the rest of a layer and a few of those behind.
 * A cancelled load gives its leases back at once; the slots stay taken until their reads have ended.
 """
 

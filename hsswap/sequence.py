@@ -20,6 +20,11 @@ from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, SlotState
 from hsswap.writeback import Batch
 
+LAYERS_AHEAD = 3
+"""Layers whose blocks are read while one is attended, if they are few (a tile together): with those
+of one layer alone a drive runs out of work while the interpreter launches.
+"""
+
 
 class Sequence(LookingAhead):
     """One sequence of a swap. Get it from :meth:`HighSpeedSwap.sequence`.
@@ -280,14 +285,17 @@ class Sequence(LookingAhead):
         return single and self._top_k_layers[query.cache.layer].applies()
 
     def _ahead(self, query: Query) -> list[Blocks]:
-        """What the rest of this attend and the next layer's will read, in that order."""
-        cache = query.cache
-        rows = query.queries.shape[0]
+        """What the rest of this attend and the next layers' will read, in that order."""
+        layer, rows = query.cache.layer, query.queries.shape[0]
+        room, layers = self._swap.config.tile_blocks, len(self._layers)
         with self._swap.lock:
             # The first tile's blocks are asked for as needed, at once.
-            start = self._swap.config.tile_blocks
-            ahead = [blocks_ahead(cache, self._indices, rows, start)]
+            ahead = [blocks_ahead(query.cache, self._indices, rows, room)]
             if self._swap.config.look_ahead and self.top_k is None:
-                following = self._layers[(cache.layer + 1) % len(self._layers)]
-                ahead.append(blocks_ahead(following, self._indices, rows))
+                for step in range(1, min(LAYERS_AHEAD, max(1, layers - 1)) + 1):
+                    following = self._layers[(layer + step) % layers]
+                    ahead.append(blocks_ahead(following, self._indices, rows))
+                    room -= len(ahead[-1].indices)
+                    if room <= 0:
+                        break
         return [blocks for blocks in ahead if len(blocks.indices)]

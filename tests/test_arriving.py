@@ -1,10 +1,11 @@
-"""A step whose last blocks are on their way is one launch, once they are there."""
+"""Blocks on their way: read some layers ahead, and attended in one launch once they are there."""
 
 from __future__ import annotations
 
 import asyncio
 
 import numpy as np
+import pytest
 
 from hsswap import ModelDims
 from hsswap.driver.base import Stream
@@ -15,7 +16,7 @@ from tests.branches import alone
 from tests.swap_cases import config_for, random_case
 from tests.swap_watch import fill, turns, watched, within
 
-TOKENS = 768
+TOKENS, TILE_BLOCKS = 768, 16
 CASE = random_case(ModelDims.uniform(layers=2, q_heads=2, kv_heads=1, head_dim=16), TOKENS, 5)
 
 
@@ -55,3 +56,35 @@ async def test_the_rest_is_one_launch() -> None:
         assert len(device.launches) == 1
         assert (np.asarray(result.out)[0] == wanted[1][-1]).all()
         assert swap.statistics().misses == 16
+
+
+@pytest.mark.parametrize(("extra", "ahead"), [(286, 3), (60, 1)])
+async def test_layers_ahead_are_read_as_long_as_they_lack_few_blocks(
+    extra: int, ahead: int
+) -> None:
+    """Of 42 blocks a layer outside device slots 4 are in no tier, or more than a tile."""
+    case = random_case(ModelDims.uniform(layers=5, q_heads=2, kv_heads=1, head_dim=16), TOKENS, 6)
+    wanted = await alone(case, list(range(TOKENS)))
+    async with watched(config_for(case, extra_host=extra)) as swap:
+        sequence = swap.sequence()
+        await fill(sequence, case)
+        await swap.flush()
+        tier, indices = swap.pool_of(0).tier, np.arange(TOKENS // 16)
+        outside = [np.flatnonzero(c.device_slot[:48] < 0) for c in sequence._layers]
+
+        def absent(layer: int) -> int:
+            blocks = sequence._indices[indices[outside[layer]]]
+            return int((tier.lookup(layer, blocks) < 0).sum())
+
+        before = [absent(layer) for layer in range(5)]
+        result = await within(lambda: sequence.attend(0, case.queries[0][-1:]))
+        await result.done()
+        await swap.prefetcher.settle()
+        assert all(before)
+        assert (before[1] > TILE_BLOCKS) == (ahead == 1)
+        for layer in range(1, 5):
+            assert (absent(layer) < before[layer]) == (layer <= ahead)
+        for layer in range(1, 5):
+            result = await within(lambda n=layer: sequence.attend(n, case.queries[n][-1:]))  # type: ignore[misc]
+            await result.done()
+            assert (np.asarray(result.out)[0] == wanted[layer][-1]).all()
