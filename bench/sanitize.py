@@ -2,9 +2,10 @@
 
 Each family of kernels runs in processes of its own, side by side, once under each tool, with a few
 sets of parameters of each test: racecheck makes a kernel some hundred times slower. A family's
-report is a file in ``--out``. The end is a line of JSON; the exit status is 1 if anything was
-reported, a test failed, or a kernel of ``hsswap.ptx`` was never launched. Needs a GPU and
-compute-sanitizer (of the CUDA toolkit); the same file is the plugin that those processes load.
+report is a file in ``--out``, and ``sanitize.json`` there says what came of all so far. The exit
+status is 1 if an error was reported, a test failed, or a kernel of ``hsswap.ptx`` was never
+launched; racecheck's warnings are counted. Needs a GPU and compute-sanitizer (of the CUDA toolkit);
+the same file is the plugin that those processes load.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hsswap import ptx
+from hsswap.bench.common import Machine
 
 LAUNCHED = "HSSWAP_SANITIZE_LAUNCHED"
 """Environment: the file that a process appends a kernel's name to, when it is to be launched."""
@@ -34,6 +36,9 @@ EACH = "HSSWAP_SANITIZE_EACH"
 
 REPORTED = 99
 """What compute-sanitizer exits with where it reported something."""
+
+RUNNING: set[int] = set()
+"""Processes, each the first of a session."""
 
 FAMILIES: dict[str, list[str]] = {
     "moves": ["test_operations.py", "test_gather.py", "test_held.py", "-k", "not attention"],
@@ -58,8 +63,10 @@ class Outcome:
 
     family: str
     tool: str
-    status: int  # 0: nothing reported and every test passed; -1: time was up
+    status: int  # 0: no error reported and every test passed; -1: time was up
+    warnings: int
     seconds: float
+    tests: int
     kernels: list[str]
     tail: str  # where the status is not 0
 
@@ -100,18 +107,40 @@ def run(tool: str, family: str, each: int, out: Path, until_s: float) -> Outcome
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        RUNNING.add(process.pid)
         try:
             status = process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             status = -1
+        finally:
+            RUNNING.discard(process.pid)
     text = log.read_text(errors="replace") if log.exists() else ""
-    if status == 0 and not re.search(r"(ERROR|RACECHECK) SUMMARY: 0 ", text):
-        status = REPORTED
-    tail = "" if status == 0 else text[-1500:] + tests.read_text(errors="replace")[-1500:]
-    names = sorted(set(launched.read_text().split()))
-    return Outcome(family, tool, status, round(time.monotonic() - start, 1), names, tail)
+    told = tests.read_text(errors="replace")
+    status, warnings = judged(status, text, told)
+    tail = "" if status == 0 else text[-1500:] + told[-1500:]
+    passed = re.search(r"(\d+) passed", told)
+    seconds = round(time.monotonic() - start, 1)
+    count, names = int(passed[1]) if passed else 0, sorted(set(launched.read_text().split()))
+    return Outcome(family, tool, status, warnings, seconds, count, names, tail)
+
+
+def judged(status: int, report: str, tests: str) -> tuple[int, int]:
+    """The status of a process that ended with ``status``, and how many warnings it reported."""
+    found = re.search(r"SUMMARY: \d+ \S+(?: displayed \(0 errors?, (\d+) warnings?\))?", report)
+    warnings = int(found[1] or 0) if found else 0
+    is_clean = warnings > 0 or re.search(r"SUMMARY: 0 ", report) is not None
+    if status in (0, REPORTED) and is_clean and " failed" not in tests and " error" not in tests:
+        return 0, warnings
+    return (REPORTED if status == 0 else status), warnings
+
+
+def end_all(*_: object) -> None:
+    """Told to end: the processes have sessions of their own, and would go on."""
+    for pid in list(RUNNING):
+        os.killpg(pid, signal.SIGKILL)
+    os._exit(143)
 
 
 def main() -> int:
@@ -127,28 +156,45 @@ def main() -> int:
     if sanitizer() is None:
         parser.error("compute-sanitizer is not in PATH; it comes with the CUDA toolkit")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, end_all)
+    signal.signal(signal.SIGINT, end_all)
     until_s = time.monotonic() + arguments.seconds
     asked = [(tool, family) for tool in arguments.tools for family in arguments.families]
+    everything = set(ptx.KERNELS) if set(arguments.families) == set(FAMILIES) else set()
+    wanted = dict.fromkeys(arguments.tools, everything)
     outcomes: list[Outcome] = []
 
     def one(pair: tuple[str, str]) -> None:
         if time.monotonic() < until_s:
             outcome = run(*pair, arguments.each, arguments.out, until_s)
         else:
-            outcome = Outcome(pair[1], pair[0], -1, 0.0, [], "not begun")
+            outcome = Outcome(pair[1], pair[0], -1, 0, 0.0, 0, [], "not begun")
         outcomes.append(outcome)
-        print(json.dumps(asdict(outcome)), flush=True)
+        print(f"{outcome.tool} {outcome.family}: {outcome.status}, {outcome.seconds} s", flush=True)
+        record(outcomes, wanted, arguments.out / "sanitize.json")
 
     with ThreadPoolExecutor(arguments.processes) as pool:
         list(pool.map(one, asked))
-    wanted = set(ptx.KERNELS) if set(arguments.families) == set(FAMILIES) else set()
-    missing = {
-        tool: sorted(wanted - {k for o in outcomes if o.tool == tool for k in o.kernels})
-        for tool in arguments.tools
+    report = record(outcomes, wanted, arguments.out / "sanitize.json")
+    print(json.dumps({name: report[name] for name in ("failed", "never_launched")}))
+    return int(bool(report["failed"]) or any(report["never_launched"].values()))
+
+
+def record(outcomes: list[Outcome], wanted: dict[str, set[str]], file: Path) -> dict[str, Any]:
+    """What came of all so far, also as a file; ``wanted``: kernels that each tool should see."""
+    done = list(outcomes)
+    report = {
+        "what": "compute-sanitizer over the GPU tests of tests/driver",
+        "machine": Machine.here().as_dict(),
+        "failed": [f"{o.tool} {o.family}: {o.status}" for o in done if o.status],
+        "never_launched": {
+            tool: sorted(kernels - {k for o in done if o.tool == tool for k in o.kernels})
+            for tool, kernels in wanted.items()
+        },
+        "outcomes": [asdict(outcome) for outcome in done],
     }
-    failed = [f"{o.tool} {o.family}: {o.status}" for o in outcomes if o.status]
-    print(json.dumps({"failed": failed, "never_launched": missing}))
-    return int(bool(failed) or any(missing.values()))
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 # The plugin.

@@ -42,6 +42,12 @@ def tool(folder: Path, body: str) -> str:
     ("body", "status"),
     [
         ('echo "===== ERROR SUMMARY: 0 errors" > $log', 0),
+        (
+            'echo "== RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)" > $log; exit 99',
+            0,
+        ),
+        ('echo "== RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)" > $log', 99),
+        ('echo "===== ERROR SUMMARY: 0 errors" > $log; echo "1 failed, 2 passed"; exit 1', 1),
         ('echo "===== ERROR SUMMARY: 2 errors" > $log', sanitize.REPORTED),
         (f'echo "Invalid write" > $log; exit {sanitize.REPORTED}', sanitize.REPORTED),
         ("true", sanitize.REPORTED),  # nothing written: it did not look
