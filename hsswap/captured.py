@@ -7,6 +7,7 @@ are launches over tables that the device holds, at a counter that the device hol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,11 +45,16 @@ class CapturedSteps:
         tokens: int,
         rows: int,
         stream: Stream,
+        write: Callable[[CapturedSteps, int], None],
     ) -> None:
+        """``write``: writes blocks behind, as many of those being filled."""
         self.stream = stream
         self.first_length = layers[0].cache.length
         self.most_length = self.first_length + tokens
         self.final_length = self.first_length
+        self.written = 0
+        """Blocks on their way to disk, of those that the steps fill."""
+        self._write = write
         self._swap = swap
         self._layers = layers
         self._rows = rows
@@ -62,6 +68,19 @@ class CapturedSteps:
         """Tokens of every layer before the step: i32 ``[1]``, in the device's memory."""
         self._check_open()
         return self._memory.tensor("counter")
+
+    @property
+    def least_length(self) -> int:
+        """The shortest length that the steps can end at: blocks before it are final."""
+        if not self.written:
+            return self.first_length
+        size = self._layers[0].cache.pool.block_size
+        return (self._layers[0].held.first + self.written) * size
+
+    @property
+    def layers(self) -> list[CapturedLayer]:
+        """Of the sequence. For it."""
+        return self._layers
 
     def append(
         self, layer: int, keys: object, values: object, *, stream: object | None = None
@@ -137,12 +156,29 @@ class CapturedSteps:
         """
         self._check_open()
         length = checked_length(length, self.most_length)
-        if length < self.first_length:
+        if length < self.least_length:
             raise ArgumentError(
-                f"length is {length}; the steps began at {self.first_length} tokens: truncate the "
-                "sequence afterwards"
+                f"length is {length}; {self.least_length} tokens are final: truncate the sequence "
+                "afterwards"
             )
         self.final_length = length
+
+    def settle(self, length: int) -> None:
+        """Say how many tokens are final while the steps go on: launches that have run wrote them,
+        and none will write them again. Blocks that they fill are written behind.
+
+        The steps end no shorter than these blocks; without :meth:`finish` they end at ``length``.
+        Not while the stream is captured. Raises ArgumentError as that does, DeviceError when a
+        launch is refused.
+        """
+        with self._swap.lock:
+            self._swap.check_open()
+            self.finish(length)
+            held, size = self._layers[0].held, self._layers[0].cache.pool.block_size
+            filled = min(length // size, held.end) - held.first
+            if filled > self.written:
+                self._write(self, filled)
+                self.written = filled
 
     def prepare(self) -> None:
         """Allocate; blocks. For the sequence."""

@@ -55,6 +55,10 @@ class Held:
         """Blocks of the tables."""
         return len(self.leased) + len(self.reserved)
 
+    def leased_with(self, written: int) -> I32:
+        """Host slots with a pinned lease, once so many of the blocks being filled are written."""
+        return np.append(self.leased[self.leased >= 0], self.reserved[:written])
+
 
 def unit_table(cache: LayerCache, held: Held) -> I32:
     """Entries ``[H, end]`` as :class:`AttendWork` takes them."""

@@ -132,7 +132,7 @@ class Capturing(Reusing):
             layers.append(
                 CapturedTopK(swap.device, cache, mine, memory, ranked, swap.predictor, indices)
             )
-        steps = CapturedSteps(swap, layers, memory, tokens, rows, stream)
+        steps = CapturedSteps(swap, layers, memory, tokens, rows, stream, self._write_filled)
         try:
             await in_thread(steps.prepare)
             with swap.lock:
@@ -173,6 +173,28 @@ class Capturing(Reusing):
                     leased[part] = loaded.slots
                     cache.pool.tier.pin(loaded.slots)
 
+    def _write_filled(self, steps: CapturedSteps, filled: int) -> None:
+        """Write behind what is full and final: the first ``filled`` of the blocks that the steps
+        fill, but those written before. Under the swap's lock.
+        """
+        swap, start = self._swap, steps.written
+        with self._ordered(steps.stream):
+            for captured in steps.layers:
+                if not start:
+                    self._copy_first(
+                        *(steps.stream, captured.cache, captured.held, captured.cache.active)
+                    )
+        assert self._last is not None
+        event = self._last[1]
+        for captured in steps.layers:
+            cache, pool, first = captured.cache, captured.cache.pool, captured.held.first
+            slots = self._reservation.take(cache.layer, pool, filled - start)
+            # Launches may read them in place.
+            pool.tier.lease(slots)
+            pool.tier.pin(slots)
+            blocks = Blocks(pool, cache.layer, self._indices[first + start : first + filled])
+            swap.writes.write_after(event, Batch(blocks, slots, keep=True, scan=self.top_k is None))
+
     def _let_go_of(self, holding: _Holding) -> None:
         """Give back what was held for steps that never ran. Under the swap's lock."""
         for cache, leased in zip(self._layers, holding.leased, strict=False):
@@ -190,14 +212,17 @@ class Capturing(Reusing):
         try:
             with swap.lock:
                 if self._steps is not None and not swap.closed:
-                    self._hand_over(steps.final_length, held, before, stream)
+                    self._hand_over(steps, held, before, stream)
         finally:
             if not swap.closed:  # with it goes all of this
                 await self.quiet()
                 await in_thread(steps.free)
 
-    def _hand_over(self, length: int, held: list[Held], before: _Before, stream: Stream) -> None:
+    def _hand_over(
+        self, steps: CapturedSteps, held: list[Held], before: _Before, stream: Stream
+    ) -> None:
         swap, began_at = self._swap, self.length
+        length, written = steps.final_length, steps.written
         self._steps = None
         overs: list[Handover] = []
         try:
@@ -206,26 +231,28 @@ class Capturing(Reusing):
                     active = cache.active
                     over = hand_over(cache, mine, length, may_stay=self.top_k is None)
                     overs.append(over)
-                    self._enqueue_over(cache, mine, over, active, stream)
+                    if over.filled and not written:
+                        self._copy_first(stream, cache, mine, active)
+                    self._enqueue_over(cache, mine, over, stream)
         except BaseException as error:
             self._broken = error
-            self._give_up(held, overs)
+            self._give_up(held, overs, written)
             raise
         assert self._last is not None
         event = self._last[1]
         unused: list[Resident] = []
         for cache, mine, over in zip(self._layers, held, overs, strict=True):
             pool = cache.pool
-            slots = self._reservation.take(cache.layer, pool, over.filled)
-            indices = self._indices[mine.first : mine.first + over.filled]
+            slots = self._reservation.take(cache.layer, pool, over.filled - written)
+            indices = self._indices[mine.first + written : mine.first + over.filled]
             batch = Batch(
                 Blocks(pool, cache.layer, indices), slots, keep=True, scan=self.top_k is None
             )
             for keep in (True, False):
-                part = np.flatnonzero(over.stays != keep)
+                part = np.flatnonzero(over.stays[written:] != keep)
                 if len(part):
                     swap.writes.write_after(event, replace(batch.part(part), keep=keep))
-            leased = mine.leased[mine.leased >= 0]
+            leased = mine.leased_with(written)
             pool.tier.unpin(leased)
             if len(leased):
                 swap.release_after(event, pool, leased, scan=self.top_k is None)
@@ -240,39 +267,43 @@ class Capturing(Reusing):
         swap.retiring.later(ids, unused, event)
         swap.counters.appended_tokens += length - began_at
 
-    def _give_up(self, held: list[Held], overs: list[Handover]) -> None:
+    def _give_up(self, held: list[Held], overs: list[Handover], written: int) -> None:
         """A hand-over failed: what it would have given back goes once nothing uses it any more.
 
         ``overs``: of the layers whose tables were moved. Under the swap's lock.
         """
         for cache, mine in zip(self._layers, held, strict=True):
-            pool, leased = cache.pool, mine.leased[mine.leased >= 0]
+            pool, leased = cache.pool, mine.leased_with(written)
             unused = overs[cache.layer].unused if cache.layer < len(overs) else mine.spare
             pool.tier.unpin(leased)
             self._behind.append(partial(self._swap.release_now, pool, leased))
             self._behind.append(Resident(pool, cache.group_layer, unused).give_back)
 
-    def _enqueue_over(
-        self, cache: LayerCache, held: Held, over: Handover, active: int, stream: Stream
-    ) -> None:
-        """Launch the copies that a hand-over needs, and the codes of full blocks."""
+    def _copy_first(self, stream: Stream, cache: LayerCache, held: Held, active: int) -> None:
+        """Launch the copy of the first block that was filled into its host slot: its first rows are
+        in the device slot only.
+        """
+        pool, moved = cache.pool, _units_of(cache.pool, active, int(held.reserved[0]))
+        self._swap.device.scatter(stream, ScatterWork(pool.blocks, pool.units, *moved))
+
+    def _enqueue_over(self, cache: LayerCache, held: Held, over: Handover, stream: Stream) -> None:
+        """Launch the copy back that a hand-over needs, and the codes of full blocks."""
         swap, pool = self._swap, cache.pool
-        heads = np.arange(pool.group.kv_heads, dtype=np.int32)
-
-        def moved(slot: int, host_slot: int) -> tuple[I32, I32, I32]:
-            units = pool.slots.units(np.array([slot], np.int32)).ravel()
-            return np.full(len(heads), host_slot, np.int32), heads, units
-
-        if over.filled:  # its first rows are in the device slot only
-            there = moved(active, int(held.reserved[0]))
-            swap.device.scatter(stream, ScatterWork(pool.blocks, pool.units, *there))
         if over.restore is not None:
-            back = moved(cache.active, int(held.reserved[over.restore - held.first]))
+            slot = int(held.reserved[over.restore - held.first])
+            back = _units_of(pool, cache.active, slot)
             swap.device.gather(stream, GatherWork(pool.blocks, pool.units, *back))
         if self.top_k is not None and over.filled:
             indices = self._indices[held.first : held.first + over.filled]
             slots = held.reserved[: over.filled]
             enqueue_codes(swap, stream, Blocks(pool, cache.layer, indices), slots)
+
+
+def _units_of(pool: GroupPool, slot: int, host_slot: int) -> tuple[I32, I32, I32]:
+    """A block between a host slot and a device slot, as copies take it."""
+    heads = np.arange(pool.group.kv_heads, dtype=np.int32)
+    units = pool.slots.units(np.array([slot], np.int32)).ravel()
+    return np.full(len(heads), host_slot, np.int32), heads, units
 
 
 def _spare_slots(cache: LayerCache, most: int) -> I32:

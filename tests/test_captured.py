@@ -74,6 +74,51 @@ async def test_what_is_not_finished_is_forgotten(start: int, resident: int, kept
         await branch.check(40)
 
 
+@pytest.mark.parametrize("resident", [0, 7, 400])
+@pytest.mark.parametrize(("case", "start"), [(CASE, 0), (CASE, 303), (OTHER, 288)])
+async def test_final_blocks_are_written_while_steps_go_on(
+    case: Case, start: int, resident: int
+) -> None:
+    """Each once, before the steps end, which changes no answer. Without a length to finish at the
+    sequence goes on at what was final.
+    """
+    tokens, final, size = 60, start + 55, case.dims.block_size
+    async with watched(config_of(case, 640, resident=resident)) as swap:
+        branch = Branch(swap.sequence(), case)
+        if start:
+            await branch.append([*range(start)])
+        await swap.flush()
+        before = swap.statistics().blocks_written
+        full = case.dims.layers * (final // size - start // size)
+        wanted = await alone(case, [*range(start + tokens)])
+        async with (
+            engine_of(swap, case, 1) as engine,
+            branch.sequence.captured(tokens, stream=engine.stream) as steps,
+        ):
+            with engine.capture(steps, advance=1) as graph:
+                for row in range(start, start + tokens):
+                    got = engine.run(graph, [row])
+                    for layer, out in enumerate(got):
+                        assert (out[0] == wanted[layer][row]).all(), f"layer {layer}, row {row}"
+                    if row % 9 == 0 and row < final:
+                        steps.settle(row + 1)
+                        await turns(row % 5)
+                steps.settle(final)
+                assert steps.least_length == final // size * size
+                with pytest.raises(ArgumentError, match="final"):
+                    steps.finish(steps.least_length - 1)
+                await swap.flush()
+                assert swap.statistics().blocks_written - before == full
+        branch.rows = [*range(final)]
+        await branch.check(40)
+        await swap.flush()
+        assert swap.statistics().blocks_written - before == full
+        await branch.append([*range(700, 740)])
+        await branch.check(50)
+        await branch.truncate(start + 20)
+        await branch.check(10)
+
+
 @pytest.mark.parametrize("reserved", [0, 20, 100])
 @pytest.mark.parametrize("kept", [0, 9, 17, 48])
 async def test_what_was_taken_for_the_steps_and_not_used_comes_back(

@@ -102,8 +102,10 @@ def enqueue(steps: CapturedSteps, rows: Rows, stream: Any) -> None:
     steps.advance(1, stream=stream)
 
 
+@pytest.mark.parametrize("settles", [False, True])
 @pytest.mark.parametrize("extra", [0, 300])
-async def test_the_same_bits_as_by_calls(extra: int) -> None:
+async def test_the_same_bits_as_by_calls(extra: int, settles: bool) -> None:
+    """Also where blocks are written as soon as they are final."""
     start, tokens = 1100, 40
     async with opened(config(500, extra)) as (swap, rows, stream):
         with ExitStack() as stack:
@@ -122,6 +124,8 @@ async def test_the_same_bits_as_by_calls(extra: int) -> None:
                         stream.synchronize()
                         for layer in range(2):
                             assert (rows.out[layer].array() == wanted[layer]).all(), (row, layer)
+                        if settles:
+                            steps.settle(row + 1)
                 steps.finish(start + tokens)
             for row in range(start + tokens, start + tokens + 20):
                 wanted = await eager(one, rows, row, stream)

@@ -49,6 +49,8 @@ async def test_captured_top_k(eager_first: bool) -> None:
                     got = engine.run(graph, [row])
                     for layer, out in enumerate(got):
                         check_step(case, steps, layer, row, out, start // 16)
+                    if eager_first:
+                        steps.settle(row + 1)
             steps.finish(start + tokens)
         branch.rows = [*range(start + tokens)]
         await branch.check(30)  # exact, of what was handed over

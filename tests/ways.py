@@ -74,13 +74,16 @@ class Bench:
     def fork(self) -> None:
         self.made.append(self.sequence.fork())
 
-    async def capture(self, length: int) -> None:
+    async def capture(self, length: int, *, settles: bool = False) -> None:
         async with self.sequence.captured(40, rows=13) as steps:
             for start in range(START, length, 13):
                 part = slice(start, start + 13)
                 for layer in range(DIMS.layers):
                     steps.append(layer, CASE.keys[layer][part], CASE.values[layer][part])
                 steps.advance(13)
+                if settles:
+                    steps.stream.synchronize()
+                    steps.settle(start + 13)
             steps.finish(length)
 
     async def offload(self) -> None:
@@ -165,6 +168,7 @@ WAYS = [
     Way("fork, top-k", lambda b: b.fork(), TOP_K),
     Way("captured, nothing done", lambda b: b.capture(START)),
     Way("captured, blocks filled", lambda b: b.capture(START + 39)),
+    Way("captured, blocks final", lambda b: b.capture(START + 39, settles=True)),
     Way("captured, top-k", lambda b: b.capture(START), TOP_K),
     Way("captured, evicted", lambda b: b.capture(START), evicted=True),
     Way("look_ahead", lambda b: b.sequence.look_ahead(0, CASE.queries[0][:1]), TOP_K),

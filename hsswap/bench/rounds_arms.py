@@ -133,7 +133,8 @@ class ReadBack(Closeable):
         bufs, rounds, stream = self._bufs, self._rounds, self._setting.stream
         await bufs.start(stream, starts)
         await self._setting.target.settle([len(start.tokens) for start in starts])
-        await self._setting.target.admit(1, 0, [start.capacity for start in starts])
+        capacities = [start.capacity for start in starts]
+        await self._setting.target.admit(1, 0, capacities, capacities)
         rounds.reset(stream)
         made: list[list[int]] = [[] for _ in starts]
         while True:

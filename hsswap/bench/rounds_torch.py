@@ -67,7 +67,9 @@ class WatchedGraph(Graph):
 
 
 class WatchedTarget(StepsTarget):
-    """A target whose captured rounds are kept, by the way that runs."""
+    """A target whose captured rounds are kept, by the way that runs. No block is final before the
+    end: every run goes back to the prompts.
+    """
 
     way = ""
 
@@ -75,6 +77,10 @@ class WatchedTarget(StepsTarget):
         super().__init__(*given, **more)
         self._torch_stream = torch_stream
         self.graphs: dict[str, WatchedGraph] = {}
+
+    async def settle(self, positions: Sequence[int]) -> None:
+        """See :class:`StepsTarget`."""
+        self._positions = list(positions)
 
     def capture(
         self, stream: Stream, enqueue: Callable[[], None], skipping: Callable[[Graph], Graph]
@@ -185,7 +191,8 @@ class TorchEngine:
     async def plain(self) -> list[list[int]]:
         """See Engine."""
         await self.target.settle([len(start.tokens) for start in self._starts])
-        await self.target.admit(1, 0, [start.capacity for start in self._starts])
+        capacities = [start.capacity for start in self._starts]
+        await self.target.admit(1, 0, capacities, capacities)
         if self._plain is None or self._plain.steps is not self.target.steps:
             parts = (self._swap.device, self._stream, self.target, self._rows)
             self._plain = self.closing.enter_context(

@@ -57,13 +57,15 @@ class Target(ABC):
         """
 
     @abstractmethod
-    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+    async def admit(
+        self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
+    ) -> Admission:
         """Make room for the K and V of ``rounds`` rounds more; how many of them may be issued.
 
         ``under_way`` rounds are not drained yet; with none at least one round is admitted, with
-        some 0 means that they must be drained first. ``ends``: of each sequence, the position that
-        none of all these will pass. Raises what the cache raises when there is no room for one
-        round.
+        some 0 means that they must be drained first. ``ends`` and ``capacities``: of each sequence,
+        the position that none of all these will pass, and the one that no round ever will. Raises
+        what the cache raises when there is no room for one round.
 
         ``length_addresses`` may change here, while nothing is under way.
         """

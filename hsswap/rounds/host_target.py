@@ -70,7 +70,9 @@ class HostTarget(Target, Closeable):
         """See :class:`Target`. Filler is left out: what it leads to is read by nobody."""
         enqueue(stream, "verify", lambda: self._verify(bufs))
 
-    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+    async def admit(
+        self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
+    ) -> Admission:
         """See :class:`Target`. Room is made by the passes themselves, which may wait."""
         if self._admission is None:
             return Admission(rounds)

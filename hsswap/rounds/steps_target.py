@@ -28,7 +28,7 @@ from hsswap.rounds.waiting_steps import Steps, WaitingSteps
 
 SESSION_TOKENS = 512
 """Tokens for which steps are opened at a time, where there is room: opening waits for the device
-and makes graphs anew, and blocks that filled are written behind only then."""
+and makes graphs anew."""
 
 
 class RowsModel(Protocol):
@@ -110,7 +110,9 @@ class StepsTarget(Target):
         """See :class:`Target`."""
         return skipping(self._model.capture(stream, enqueue))
 
-    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+    async def admit(
+        self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
+    ) -> Admission:
         """See :class:`Target`. Steps are opened for more tokens when those they have run out.
 
         Where the tiers cannot hold every block of the sequences, one round is admitted at a time,
@@ -122,7 +124,7 @@ class StepsTarget(Target):
             return Admission(0, self._why)
         if not self._waiting:
             try:
-                await self._reopen_steps(ends)
+                await self._reopen_steps(ends, capacities)
             except OutOfSlots as error:
                 self._why = f"not every block fits into memory: {error}"
                 self._wait_from_now_on()
@@ -136,8 +138,13 @@ class StepsTarget(Target):
         return Admission(1, self._why, waits=True)
 
     async def settle(self, positions: Sequence[int]) -> None:
-        """See :class:`Target`."""
+        """See :class:`Target`. A start may go back; behind blocks that are final steps are opened
+        again then.
+        """
         self._positions = list(positions)
+        for steps, position in zip(self._captured, positions, strict=False):
+            if position >= steps.least_length:
+                steps.settle(position)
 
     async def close(self) -> None:
         """Give the sequences back, cut to what was settled, and free the logits. Twice is fine."""
@@ -145,17 +152,25 @@ class StepsTarget(Target):
         self._waiting = []
         self._buffer.close()
 
-    async def _reopen_steps(self, ends: Sequence[int]) -> None:
-        """Steps up to ``ends``, or further if there is room. Raises OutOfSlots, OutOfBlocks."""
+    async def _reopen_steps(self, ends: Sequence[int], capacities: Sequence[int]) -> None:
+        """Steps up to ``ends``, or as much further as there is use and room for. Raises OutOfSlots,
+        OutOfBlocks.
+        """
         await self._close_steps()
-        further = [
-            max(end, position + self._session_tokens)
-            for end, position in zip(ends, self._positions, strict=True)
-        ]
-        try:
-            await self._open_steps(further)
-        except (OutOfBlocks, OutOfSlots):
-            await self._open_steps(ends)
+        more = self._session_tokens
+        while True:
+            further = [
+                max(end, min(position + more, capacity))
+                for end, position, capacity in zip(ends, self._positions, capacities, strict=True)
+            ]
+            try:
+                await self._open_steps(further)
+            except (OutOfBlocks, OutOfSlots):
+                if further == list(ends):
+                    raise
+                more //= 2
+            else:
+                return
 
     async def _open_steps(self, ends: Sequence[int]) -> None:
         """Of all sequences, or of none."""
@@ -178,7 +193,7 @@ class StepsTarget(Target):
         that were full there are let go, not written over.
         """
         for steps, position in zip(self._captured, self._positions, strict=False):
-            steps.finish(max(position, steps.first_length))
+            steps.finish(max(position, steps.least_length))
         self._captured, self.steps, self.length_addresses = [], (), None
         await self._sessions.aclose()
         for sequence, position in zip(self._sequences, self._positions, strict=True):
@@ -198,4 +213,4 @@ class StepsTarget(Target):
 
 def _holds(steps: CapturedSteps, position: int, end: int) -> bool:
     """Whether rounds from a position to an end write only what these steps hold."""
-    return steps.first_length <= position and end <= steps.most_length
+    return steps.least_length <= position and end <= steps.most_length

@@ -291,7 +291,8 @@ class RoundStream:
             furthest(position, under_way + wanted, self._bufs.k, start.capacity)
             for position, start in zip(self._positions, self._starts, strict=True)
         ]
-        admission = await self._target.admit(wanted, under_way, ends)
+        capacities = [start.capacity for start in self._starts]
+        admission = await self._target.admit(wanted, under_way, ends, capacities)
         rounds = min(wanted, admission.rounds)
         if not rounds:
             return False

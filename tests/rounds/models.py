@@ -109,7 +109,9 @@ class TableTarget(Target, Closeable):
                 if self.bad_at is not None and end > self.bad_at:
                     logits[s, r] = np.nan
 
-    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+    async def admit(
+        self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
+    ) -> Admission:
         """See :class:`Target`."""
         self.admitted.append(list(ends))
         why = "the table says so" if self.most_rounds < rounds else ""

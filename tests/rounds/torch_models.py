@@ -115,7 +115,9 @@ class TorchTable(Target, Closeable):
             graph = TorchGraph(captured(enqueue, keep=True), self._place.torch_stream)
             return skipping(graph)
 
-    async def admit(self, rounds: int, under_way: int, ends: Sequence[int]) -> Admission:
+    async def admit(
+        self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
+    ) -> Admission:
         """See :class:`Target`."""
         return Admission(rounds)
 
