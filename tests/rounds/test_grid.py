@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from hsswap.driver import open_device
-from hsswap.rounds import End, RoundOptions, RoundStream, SequenceStart
+from hsswap.driver.base import Device
+from hsswap.rounds import Choosing, End, RoundOptions, RoundStream, SequenceStart, Stream
 from tests.rounds.models import greedy
+from tests.rounds.test_sampling import CHOICES, COUNT, PROMPTS, sampled
 from tests.soaking import note
 
 torch = pytest.importorskip("torch")
@@ -70,6 +72,18 @@ class Done:
     tokens: int
 
 
+def table_on(
+    place: Place, opened: ExitStack, k: int, batch: int
+) -> tuple[Device, Stream, TorchTable]:
+    """The table's target with a device and a stream of its own, closed with ``opened``."""
+    device = opened.enter_context(open_device("host" if place.name == "cpu" else place.name))
+    handle = None if place.torch_stream is None else place.torch_stream.cuda_stream
+    stream = opened.enter_context(device.stream(handle))
+    target = TorchTable(device, place, k, batch, vocab=VOCAB, room=LONGEST)
+    opened.enter_context(target)
+    return device, stream, target
+
+
 async def check(
     where: str,
     seeds: Sequence[Seeds],
@@ -83,11 +97,7 @@ async def check(
     batch, runs, tokens = each * len(drafters), 0, 0
     kinds = [kind for kind in drafters for _ in range(each)]
     with ExitStack() as opened:
-        device = opened.enter_context(open_device("host" if where == "cpu" else where))
-        handle = None if place.torch_stream is None else place.torch_stream.cuda_stream
-        stream = opened.enter_context(device.stream(handle))
-        target = TorchTable(device, place, k, batch, vocab=VOCAB, room=LONGEST)
-        opened.enter_context(target)
+        device, stream, target = table_on(place, opened, k, batch)
         for chosen in options:
             async with RoundStream(
                 *(device, target, TorchGuess(device, place, kinds, VOCAB, seed=k * m)),
@@ -150,6 +160,37 @@ async def test_a_part_of_the_grid(where: str, drafter: str) -> None:
 def all_seeds() -> list[Seeds]:
     """500 for each list of stop tokens."""
     return [Seeds.of(500, stops) for stops in STOPS]
+
+
+async def test_a_seed_gives_its_tokens(where: str) -> None:
+    """Sampled: those of plain sampling, whatever K, M and drafter."""
+    place = Place(where)
+    wanted = [sampled(p, COUNT + 1, c) for p, c in zip(PROMPTS, CHOICES, strict=True)]
+    starts = [
+        SequenceStart(p, tokens[0], len(p) + COUNT, choice=c)
+        for p, tokens, c in zip(PROMPTS, wanted, CHOICES, strict=True)
+    ]
+    for k, m in ((4, 3), (1, 1), (8, 2)):
+        options = RoundOptions(choosing=Choosing.SAMPLE, captured=where != "cpu")
+        kinds = ["perfect", "random", "ngram"]
+        with ExitStack() as opened:
+            device, stream, target = table_on(place, opened, k, len(kinds))
+            async with RoundStream(
+                *(device, target, TorchGuess(device, place, kinds, VOCAB, seed=k)),
+                k=k,
+                rounds=m,
+                batch=len(kinds),
+                history_tokens=LONGEST + 1,
+                options=options,
+                stream=stream,
+            ) as rounds:
+                target.hold_tokens(stream, PROMPTS)
+                await rounds.start(starts)
+                made = [tokens[:1] for tokens in wanted]
+                async for burst in rounds.bursts():
+                    for mine, tokens in zip(made, burst.tokens, strict=True):
+                        mine += tokens
+        assert made == wanted
 
 
 @pytest.mark.soak
