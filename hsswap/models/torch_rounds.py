@@ -7,8 +7,8 @@ K + 1) gives a row of it the bits of a plain step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch
 from hsswap.models.torch_llama import TorchLlama
 from hsswap.models.torch_step import captured, on_device
 from hsswap.rounds import Graph, Steps, Stream, Tensor
+
+MOST_BRANCHES = 8
+"""Sequences whose attention runs side by side: kernels of a few rows leave most of a GPU idle."""
 
 
 class TorchRows:
@@ -29,6 +32,7 @@ class TorchRows:
     def __init__(self, model: TorchLlama, torch_stream: Any) -> None:
         self._model, self._torch_stream = model, torch_stream
         self._last = model.config.context_tokens - 1
+        self._sides: list[Any] = []
 
     def __call__(
         self,
@@ -59,7 +63,10 @@ class TorchRows:
 
     def attention(self, stream: Stream, steps: Sequence[Steps], rows: int) -> RowsAttention:
         """Of one pass."""
-        return RowsAttention(self._model, stream, steps, rows)
+        wanted = 0 if self._torch_stream is None else min(len(steps), MOST_BRANCHES) - 1
+        while len(self._sides) < wanted:  # in the first pass, which is no capture
+            self._sides.append(torch.cuda.Stream(self._model.device))
+        return RowsAttention(self._model, stream, steps, rows, self._sides[:wanted])
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
         """See :class:`hsswap.rounds.RowsModel`."""
@@ -74,30 +81,47 @@ class TorchRows:
 
 
 class RowsAttention:
-    """:class:`~hsswap.models.torch_llama.TorchAttention` of ``rows`` rows of each of ``steps``, one
-    sequence after the other: they are appended behind its length and attended, and not counted.
+    """:class:`~hsswap.models.torch_llama.TorchAttention` of ``rows`` rows of each of ``steps``,
+    which are appended behind its length and attended, and not counted. Sequences take turns on
+    ``stream`` and the torch streams ``sides``.
     """
 
     def __init__(
-        self, model: TorchLlama, stream: Stream, steps: Sequence[Steps], rows: int
+        self,
+        model: TorchLlama,
+        stream: Stream,
+        steps: Sequence[Steps],
+        rows: int,
+        sides: Sequence[Any] = (),
     ) -> None:
         self._arrays, self._stream, self._steps, self._rows = model.arrays, stream, steps, rows
+        self._sides = sides
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """See :class:`~hsswap.models.torch_llama.TorchAttention`."""
-        arrays, stream, rows = self._arrays, self._stream, self._rows
+        arrays, rows = self._arrays, self._rows
         out = arrays.new((*queries.shape[:2], values.shape[2]))
-        for s, steps in enumerate(self._steps):
-            mine = slice(s * rows, (s + 1) * rows)
-            added = (arrays.for_swap(array[mine]) for array in (keys, values))
-            steps.append(layer, *added, stream=stream)
-            asked = (arrays.for_swap(array[mine]) for array in (queries, out))
-            steps.attend(layer, *asked, stream=stream)
+        with self._side_by_side() as streams:
+            for s, steps in enumerate(self._steps):
+                mine, stream = slice(s * rows, (s + 1) * rows), streams[s % len(streams)]
+                added = (arrays.for_swap(array[mine]) for array in (keys, values))
+                steps.append(layer, *added, stream=stream)
+                asked = (arrays.for_swap(array[mine]) for array in (queries, out))
+                steps.attend(layer, *asked, stream=stream)
         if arrays.stream is None:
-            stream.synchronize()
+            self._stream.synchronize()
         return out
+
+    @contextmanager
+    def _side_by_side(self) -> Iterator[list[object]]:
+        """Streams that begin behind torch's current one, which goes on behind them."""
+        for side in self._sides:
+            side.wait_stream(torch.cuda.current_stream())
+        yield [self._stream, *(side.cuda_stream for side in self._sides)]
+        for side in self._sides:
+            torch.cuda.current_stream().wait_stream(side)
 
 
 class TorchGraph(Graph):
