@@ -161,9 +161,12 @@ async def test_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "early"])
-async def test_blocks_only_on_disk_make_rounds_single(tiny: Path, drafter: str) -> None:
+@pytest.mark.parametrize("lengths", [(1900,), (1900, 40)])
+async def test_blocks_only_on_disk_make_rounds_single(
+    tiny: Path, drafter: str, lengths: tuple[int, ...]
+) -> None:
     """A sequence that no tier holds: one round at a time, the same tokens."""
-    long = tuple((7 * i * i + i // 3) % 10 for i in range(1900))
-    bursts = await run(tiny, Case(3, 4, drafter, prompts=(long,)))
+    prompts = tuple(tuple((7 * i * i + i // 3) % 10 for i in range(n)) for n in lengths)
+    bursts = await run(tiny, Case(3, 4, drafter, prompts=prompts))
     assert {burst.rounds for burst in bursts} == {1}
     assert "host_slots" in bursts[0].why
