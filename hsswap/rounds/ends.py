@@ -7,6 +7,10 @@ from enum import Enum
 from hsswap.driver.round_operations import RoundFlag
 from hsswap.errors import ArgumentError, BadDraft, HsswapError, ModelError
 
+# As plain integers: the enum's operators take a microsecond each, for every sequence of a burst.
+BAD_TOKEN, BAD_DRAFT = int(RoundFlag.BAD_TOKEN), int(RoundFlag.BAD_DRAFT)
+OVERFLOW, STOPPED = int(RoundFlag.OVERFLOW), int(RoundFlag.STOPPED)
+
 
 class End(Enum):
     """Why a sequence makes no more tokens."""
@@ -18,29 +22,25 @@ class End(Enum):
 
 def end_of(flags: int, left: int) -> End | None:
     """From a sequence's flags and the tokens that it has room for; None: it goes on."""
-    if not flags:  # nearly always; the enum's operators take a microsecond each
-        return End.LENGTH if left <= 0 else None
-    if flags & (RoundFlag.BAD_TOKEN | RoundFlag.BAD_DRAFT | RoundFlag.OVERFLOW):
+    if flags & (BAD_TOKEN | BAD_DRAFT | OVERFLOW):
         return End.FAILED
-    if flags & RoundFlag.STOPPED:
+    if flags & STOPPED:
         return End.STOPPED
     return End.LENGTH if left <= 0 else None
 
 
 def error_of(flags: int, s: int) -> HsswapError | None:
     """What a sequence's flags mean for who uses it."""
-    if not flags:
-        return None
-    if flags & RoundFlag.BAD_TOKEN:
+    if flags & BAD_TOKEN:
         return ModelError(
             f"sequence {s}: the model's next token is outside its vocabulary, or its logits are "
             "NaN; the tokens before it are right"
         )
-    if flags & RoundFlag.BAD_DRAFT:
+    if flags & BAD_DRAFT:
         return BadDraft(
             f"sequence {s}: the drafter wrote fewer than k drafts, or a token outside the "
             "vocabulary; the tokens so far are right, go on from them with another drafter"
         )
-    if flags & RoundFlag.OVERFLOW:
+    if flags & OVERFLOW:
         return ArgumentError(f"sequence {s}: the ring has less room than a burst can need")
     return None
