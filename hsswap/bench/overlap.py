@@ -44,7 +44,7 @@ class Sizes:
     prefill_tokens: int = 32768
     prefill_rows: int = 2048
     tile_tokens: int = 4096
-    decode_tokens: int = 8192
+    decode_tokens: int = 32768
     decode_tile_tokens: int = 1024
     decode_layers: int = 8
     call_tokens: int = 32768
@@ -160,9 +160,9 @@ class _Bench:
         everything = replace(self.config(layers, tokens, **slots), tile_tokens=tile)
         part = replace(
             everything,
-            # And half a thousand slots are for what streams through (tiers.HostTier): about 24
-            # blocks a layer are read, which takes as long as its compute.
-            host_slots=blocks - blocks // 64,
+            # And half a thousand slots are for what streams through (tiers.HostTier): 56 blocks a
+            # layer are read, which takes about as long as its compute.
+            host_slots=blocks - 40 * layers,
             io="auto",
             directory=None if self.directory is None else self.directory / "overlap",
         )
