@@ -6,6 +6,7 @@ of it is made once and keeps its address, so that captured graphs stay valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from hsswap.driver.base import Closeable, Device, Event, Stream
 from hsswap.driver.round_operations import NO_TOKEN, CopyWork, RoundRules, SetWork
 from hsswap.driver.sampling_operations import Sampling
 from hsswap.driver.tensor import Memory, Tensor, tensor_in
-from hsswap.errors import ArgumentError, DeviceError
+from hsswap.errors import ArgumentError, DeviceError, shown
 from hsswap.rounds.choosing import GREEDY, Choice
 
 OUTBOXES = 2
@@ -57,11 +58,11 @@ class SequenceStart:
         check_tokens(self.tokens, "tokens")
         check_tokens((*pending, self.last_pred), "pending and last_pred")
         if not isinstance(self.choice, Choice):
-            raise ArgumentError(f"choice is {self.choice!r}; give a Choice")
+            raise ArgumentError(f"choice is {shown(self.choice)}; give a Choice")
         capacity = self.capacity
         whole = isinstance(capacity, int | np.integer) and not isinstance(capacity, bool)
         if not whole or not 0 <= capacity < 1 << 31:
-            raise ArgumentError(f"capacity is {capacity!r}; give a whole number of tokens")
+            raise ArgumentError(f"capacity is {shown(capacity)}; give a whole number of tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class StreamBufs(Closeable):
     u32 ``[1]``, ``history`` u32 ``[history_tokens]``, ``capacity`` int32, ``flags`` u32,
     ``stop_tokens`` u32 ``[max(1, stops)]``, ``tally`` u32 ``[3]``; ``sampling`` is a record.
 
-    Raises ArgumentError for a size under 1, DeviceError when there is no memory.
+    Raises ArgumentError for a size that is none, DeviceError when there is no memory.
     """
 
     def __init__(
@@ -108,9 +109,12 @@ class StreamBufs(Closeable):
         stops: int = 0,
     ) -> None:
         sizes = {"k": k, "m_rounds": m_rounds, "batch": batch, "history_tokens": history_tokens}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name} is {value!r}; a whole number, 1 and more")
+        for name, value in {**sizes, "stops": stops}.items():
+            least, whole = int(name != "stops"), isinstance(value, int)
+            if not whole or isinstance(value, bool) or not least <= value < 1 << 31:
+                raise ArgumentError(
+                    f"{name} is {shown(value)}; a whole number from {least} to 2**31 - 1"
+                )
         self.k, self.m_rounds, self.batch = k, m_rounds, batch
         self._kernels = device.round_kernels()
         # What a drain brings to the host comes first, so that one copy takes it.
@@ -173,7 +177,7 @@ class StreamBufs(Closeable):
         room = self.history.shape[1]
         for sequence in sequences:
             if not isinstance(sequence, SequenceStart):
-                raise ArgumentError(f"{sequence!r} is no SequenceStart")
+                raise ArgumentError(f"{shown(sequence)} is no SequenceStart")
             pending = () if sequence.pending is None else (sequence.pending,)
             check_tokens(sequence.tokens, "tokens", vocab_size)
             check_tokens((*pending, sequence.last_pred), "pending and last_pred", vocab_size)
@@ -283,7 +287,7 @@ class StreamBufs(Closeable):
 
 
 def _words(layout: Layout) -> int:
-    return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in layout.values())
+    return sum(math.prod(shape) for _, shape in layout.values())
 
 
 def _split(memory: Memory, layout: Layout, first_byte: int = 0) -> dict[str, Tensor]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
 
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, shown
 
 
 class Choosing(Enum):
@@ -27,6 +26,9 @@ class Choosing(Enum):
     often as is possible, but what is chosen depends on the drafts too."""
 
 
+FLOAT32_MOST = 2.0**128 - 2.0**104
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How one sequence chooses. ``temperature`` 0: greedily. ``top_k`` 0, ``top_p`` 1 and ``min_p``
@@ -44,20 +46,20 @@ class Choice:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             if not isinstance(getattr(self, name), Real):
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give a number")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give a number")
         for name in ("top_k", "seed"):
             if not isinstance(getattr(self, name), Integral):
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give a whole number")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ArgumentError(f"temperature is {self.temperature}; 0 or more")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give a whole number")
+        if not 0 <= self.temperature <= FLOAT32_MOST:
+            raise ArgumentError(f"temperature is {shown(self.temperature)}; 0 or more, in float32")
         if not 0 <= self.top_k < 1 << 32:
-            raise ArgumentError(f"top_k is {self.top_k}; 0 (all) or more")
+            raise ArgumentError(f"top_k is {shown(self.top_k)}; 0 (all) or more")
         if not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p is {self.top_p}; more than 0, at most 1 (all)")
+            raise ArgumentError(f"top_p is {shown(self.top_p)}; more than 0, at most 1 (all)")
         if not 0 <= self.min_p <= 1:
-            raise ArgumentError(f"min_p is {self.min_p}; 0 (all) to 1")
+            raise ArgumentError(f"min_p is {shown(self.min_p)}; 0 (all) to 1")
         if not 0 <= self.seed < 1 << 64:
-            raise ArgumentError(f"seed is {self.seed}; 0 to 2**64 - 1")
+            raise ArgumentError(f"seed is {shown(self.seed)}; 0 to 2**64 - 1")
 
 
 GREEDY = Choice()

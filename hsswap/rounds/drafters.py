@@ -5,7 +5,7 @@ from __future__ import annotations
 from hsswap.driver.base import Device, Stream
 from hsswap.driver.round_checks import NGRAM_LONGEST
 from hsswap.driver.round_operations import NgramWork
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, shown
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.contracts import Drafter
 
@@ -21,8 +21,8 @@ class NgramDrafter(Drafter):
         whole = isinstance(shortest, int) and isinstance(longest, int)
         if not whole or not 1 <= shortest <= longest <= NGRAM_LONGEST:
             raise ArgumentError(
-                f"n-grams of {shortest!r} to {longest!r} tokens; give whole numbers from 1 to "
-                f"{NGRAM_LONGEST}, in order"
+                f"n-grams of {shown(shortest)} to {shown(longest)} tokens; give whole numbers from "
+                f"1 to {NGRAM_LONGEST}, in order"
             )
         self._kernels = device.round_kernels()
         self._shortest, self._longest = shortest, longest

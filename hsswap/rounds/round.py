@@ -23,7 +23,7 @@ from hsswap.driver.round_operations import (
     SeedWork,
 )
 from hsswap.driver.sampling_operations import Purpose, RejectWork, SampleWork
-from hsswap.errors import ArgumentError, DeviceError
+from hsswap.errors import ArgumentError, DeviceError, shown
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.choosing import Choosing
 from hsswap.rounds.contracts import Drafter, Target
@@ -46,12 +46,12 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.p_min, Real) or not 0.0 <= self.p_min <= 1.0:
-            raise ArgumentError(f"p_min is {self.p_min!r}; a number from 0 to 1 is possible")
+            raise ArgumentError(f"p_min is {shown(self.p_min)}; a number from 0 to 1 is possible")
         whole = isinstance(self.adapt_from, Integral) and not isinstance(self.adapt_from, bool)
         if self.adapt_from is not None and not (whole and self.adapt_from >= 1):
-            raise ArgumentError(f"adapt_from is {self.adapt_from!r}; a whole number of 1 and more")
+            raise ArgumentError(f"adapt_from is {shown(self.adapt_from)}; 1 and more is possible")
         if not isinstance(self.choosing, Choosing):
-            raise ArgumentError(f"choosing is {self.choosing!r}; give a Choosing")
+            raise ArgumentError(f"choosing is {shown(self.choosing)}; give a Choosing")
 
 
 class Round(Closeable):

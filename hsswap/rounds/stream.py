@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from hsswap.driver.base import Device, Stream
-from hsswap.errors import ArgumentError, ClosedError, HsswapError
+from hsswap.errors import ArgumentError, ClosedError, HsswapError, shown
 from hsswap.loop import in_thread
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
@@ -89,6 +89,13 @@ class _Each(AsyncIterator[T], Generic[T]):
         return item
 
 
+def _check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise ArgumentError for what is no such thing."""
+    if not isinstance(value, kind):
+        first = kind if isinstance(kind, type) else kind[0]
+        raise ArgumentError(f"{what} is {shown(value)}; give a {first.__name__}")
+
+
 class RoundStream:
     """Speculative decoding of ``batch`` sequences, ``rounds`` rounds of ``k`` drafts a burst.
 
@@ -117,6 +124,11 @@ class RoundStream:
         options: RoundOptions | None = None,
         stream: Stream | None = None,
     ) -> None:
+        _check_kind(device, Device, "device")
+        _check_kind(target, Target, "target")
+        _check_kind(drafter, Drafter, "drafter")
+        _check_kind(options, (RoundOptions, type(None)), "options")
+        _check_kind(stream, (Stream, type(None)), "stream")
         self._target = target
         self._bufs = StreamBufs(
             device, k, rounds, batch=batch, history_tokens=history_tokens, stops=stops
@@ -126,7 +138,7 @@ class RoundStream:
             self._options = options or RoundOptions()
             self._rounds = Rounds(device, self._bufs, target, drafter, self._options)
             self._owned.append(self._rounds)
-            self.stream = stream or device.stream()
+            self.stream = device.stream() if stream is None else stream
             if stream is None:
                 self._owned.append(self.stream)
         except BaseException:
