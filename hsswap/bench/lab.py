@@ -176,14 +176,18 @@ def muted(swap: HighSpeedSwap, *names: str) -> Iterator[Muted]:
     """The swap's device without some operations, for the time of the block."""
     device = swap.device
     quiet = Muted(device, names)
-    for sequence in swap._sequences.values():  # what they would make again goes to the device
-        for cache in sequence._layers:
-            cache.repeated = None
+    # What they would make again goes to the device.
+    caches = [cache for sequence in swap._sequences.values() for cache in sequence._layers]
+    kept = [cache.repeated for cache in caches]
+    for cache in caches:
+        cache.repeated = None
     swap.device = quiet  # type: ignore[assignment]
     try:
         yield quiet
     finally:
         swap.device = device
+        for cache, repeated in zip(caches, kept, strict=True):
+            cache.repeated = repeated
 
 
 @dataclass(frozen=True, slots=True)
