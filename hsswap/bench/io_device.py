@@ -194,8 +194,8 @@ class DeviceArm(StoreArm):
         if time.perf_counter() >= self._deadline:
             self._owed = 0
         if count := min(self._owed, len(self._free)):
-            slots = np.array(self._free[:count])
-            del self._free[:count]
+            slots = np.array(self._free[-count:])  # the last used: they are in the caches
+            del self._free[-count:]
             self._owed -= count
             self._in_flight += count
             self._ask(slots)

@@ -23,12 +23,13 @@ Bytes without a hook in place count a quarter: they are handed to the kernel, wh
 256 KiB of small pages."""
 
 FIRST_TRANSFERS = 4
-MORE_TRANSFERS = 2
+MORE_TRANSFERS = 4
 """Ended in the first turn that finds the drive with nothing to do, for it waits for whoever asks
 again; and by how many more in each turn behind that. A drive that is another program's copy (a
 virtual machine's) tells of nothing before all is done: then that is every time. For such a drive,
-27 us a block of 64 KiB, 64 in flight, the loop's processor time leaves 0.79 of its speed with 16 in
-every turn, 0.82 with 4, 8, 16 and 0.84 with 4, 6, 8 ...; of 105 us and 256 KiB, 0.93 and 0.96."""
+27 us a block of 64 KiB, 64 in flight, the loop's processor time leaves 0.84 of its speed with 16 in
+every turn, 0.88 with 4, 8, 12 and 16, 0.87 with 8 and 16 or with 4, 6, 8 ...; of 105 us and 256 KiB
+0.95, 0.97, 0.96 and 0.97."""
 
 
 class TurnEnds:

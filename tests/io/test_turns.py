@@ -83,14 +83,14 @@ def taken_each_turn(in_drive: int, count: int, nbytes: int) -> list[int]:
 
 
 def test_a_drive_with_nothing_to_do_waits_for_few() -> None:
-    assert taken_each_turn(0, 64, 4096) == [4, 6, 8, 10, 12, 14, 10]
-    assert taken_each_turn(3, 40, 4096) == [6, 8, 10, 12, 4]
+    assert taken_each_turn(0, 64, 4096) == [4, 8, 12, 16, 16, 8]
+    assert taken_each_turn(3, 40, 4096) == [6, 10, 14, 10]
     assert taken_each_turn(8, 64, 4096) == taken_each_turn(99, 64, 4096) == [TURN_TRANSFERS] * 4
 
 
 def test_bytes_bound_a_turn_but_one_ends_always() -> None:
     assert taken_each_turn(99, 20, TURN_BYTES // 8) == [8, 8, 4]
-    assert taken_each_turn(0, 9, TURN_BYTES // 8) == [2, 3, 4]
+    assert taken_each_turn(0, 9, TURN_BYTES // 8) == [2, 4, 3]
     assert taken_each_turn(0, 3, TURN_BYTES) == taken_each_turn(99, 3, 2 * TURN_BYTES) == [1, 1, 1]
 
 
