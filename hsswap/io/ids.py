@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hsswap.errors import ArgumentError, ConfigError, OutOfBlocks, StaleBlockId
-from hsswap.io.tables import lowest, sparse_zeros
+from hsswap.io.tables import FEW, sparse_zeros
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +133,8 @@ class BlockIds:
     def generations(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The current generation of blocks, by index; of a free one: that of its next owner."""
         generations: NDArray[np.int64] = self._generations[indices]
-        if len(generations) and lowest(generations) == 0:
+        few = len(generations) <= FEW
+        if 0 in generations.tolist() if few else not np.logical_and.reduce(generations):
             generations[generations == 0] = self._first_generation
         return generations
 

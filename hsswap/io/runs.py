@@ -12,7 +12,7 @@ from hsswap.checksum import crc32, crc32_each
 from hsswap.errors import BlockIOError, ClosedError, HsswapError
 from hsswap.io.base import BlockChecksums, Operation, Transfer
 from hsswap.io.ids import id_of
-from hsswap.io.tables import lowest, sparse_zeros
+from hsswap.io.tables import FEW, sparse_zeros
 from hsswap.io.views import array_type, block_views
 
 OnBlocksDone = Callable[[NDArray[np.int64], HsswapError | None], None]
@@ -176,6 +176,8 @@ class BlockOrder:
     def __init__(self, layers: int, capacity: int) -> None:
         # Of each block: reads in flight, or -1 for a write; and runs that wait for it.
         self._holders = sparse_zeros((layers, capacity), np.int32)
+        # The same, for few blocks: 0.1 us each, where ufunc.at takes 1 us, and 16 after a sleep.
+        self._held = [memoryview(row) for row in self._holders]
         self._waiters = sparse_zeros((layers, capacity), np.int32)
         self._waiting: list[BlockRun] = []
 
@@ -202,10 +204,19 @@ class BlockOrder:
 
     def admit_reads(self, layer: int, indices: NDArray[np.int64]) -> bool:
         """:meth:`admit` for all reads of a call at once. False: some must wait; admit each."""
-        holders = self._holders[layer]
-        if self._waiting or lowest(holders[indices]) < 0:
+        if self._waiting:
             return False
-        np.add.at(holders, indices, _ONE)
+        if len(indices) > FEW:
+            holders = self._holders[layer]
+            if np.minimum.reduce(holders[indices]) < 0:
+                return False
+            np.add.at(holders, indices, _ONE)
+            return True
+        held, listed = self._held[layer], indices.tolist()
+        if min([held[index] for index in listed]) < 0:
+            return False
+        for index in listed:
+            held[index] += 1
         return True
 
     def admit_writes(self, layer: int, indices: NDArray[np.int64]) -> bool:
@@ -223,7 +234,9 @@ class BlockOrder:
         """:meth:`release` of reads of single blocks. False: somebody waits; release each."""
         if self._waiting:
             return False
-        np.subtract.at(self._holders[layer], np.array(indices), _ONE)
+        held = self._held[layer]
+        for index in indices:
+            held[index] -= 1
         return True
 
     def release_many(self, operation: Operation, runs: list[BlockRun]) -> bool:

@@ -21,13 +21,6 @@ MAP_NORESERVE = 0x4000
 """Of linux/mman.h on x86-64 and AArch64; Python's mmap has no name for it before 3.13."""
 
 
-def lowest(numbers: NDArray[Any]) -> int:
-    """The lowest number of an array that has one at least."""
-    if len(numbers) <= FEW:
-        return int(min(numbers.tolist()))
-    return int(np.minimum.reduce(numbers))
-
-
 def sparse_zeros(shape: tuple[int, ...], dtype: type[Scalar]) -> NDArray[Scalar]:
     """An array of zeros that takes memory only where it is touched, by pages.
 
