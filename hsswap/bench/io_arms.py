@@ -169,11 +169,12 @@ class StoreArm:
         self._memory = memory or Memory(depth, filled.store.block_bytes(0))
         # Of n slots the s-th moves blocks s, s + n ...: none is in flight twice, nor written twice.
         self._slots = len(self._memory.addresses)
-        self._rows = len(filled.indices) // self._slots
-        if not self._rows:
+        rows = len(filled.indices) // self._slots
+        if not rows:
             raise BenchError(f"depth {depth} needs more blocks of data than {len(filled.indices)}")
         # Drawn before, because a reader in C spends nothing on it; taken in turn.
-        self._drawn = np.random.default_rng(2).integers(0, self._rows, max(DRAWN, depth))
+        drawn = np.random.default_rng(2).integers(0, rows, max(DRAWN, depth))
+        self._drawn = drawn * self._slots
         self._next = 0
         self._operations = self._in_flight = 0
         self._deadline = 0.0
@@ -202,11 +203,11 @@ class StoreArm:
     def _ask(self, slots: NDArray[np.int64]) -> None:
         if self._next + len(slots) > len(self._drawn):
             self._next = 0
-        rows = self._drawn[self._next : self._next + len(slots)]
+        begins = self._drawn[self._next : self._next + len(slots)]
         self._next += len(slots)
         self._call(
             0,
-            self._filled.indices[rows * self._slots + slots],
+            self._filled.indices[begins + slots],
             self._memory.addresses[slots],
             priority=Priority.NEEDED,
             owner=self._memory,
@@ -228,7 +229,7 @@ class StoreArm:
     def _refill(self) -> None:
         """Ask again for as many blocks as have come."""
         assert self._end is not None
-        slots = np.concatenate(self._idle)
+        slots = self._idle[0] if len(self._idle) == 1 else np.concatenate(self._idle)
         self._idle.clear()
         if time.perf_counter() < self._deadline:
             self._ask(slots)
