@@ -130,12 +130,12 @@ def test_steps_of_a_burst_add_up() -> None:
     assert step.shared_by(0) == []
 
 
-@pytest.fixture(scope="module", params=[3, 60, 650])
+@pytest.fixture(scope="module", params=[3, 60, 668])
 def smol(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TinyRun, list[str], list[int]]:
-    """The real model with a prompt of 18, 544 or 7,877 tokens: under a span, over tiles, and with
-    less room than 512 tokens; what is asked for, and the tokens of plain decoding.
+    """The real model with a prompt of 18, 544 or 8,111 tokens: under a span, over tiles, and with
+    room for 81 more; what is asked for, and the tokens of plain decoding.
     """
     prompt = tmp_path_factory.mktemp("smol") / "prompt.txt"
     prompt.write_text(" ".join(f"the {n * n} of {n}" for n in range(request.param)))
