@@ -8,7 +8,8 @@
         await result.done()
 
 or, without an event loop, ``with hsswap.blocking(config) as swap``. Importing does nothing but
-define names; the names below are loaded when they are first used.
+define names; the names below, and the modules ``bf16`` and ``rounds``, are loaded when they are
+first used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hsswap import bf16 as bf16
+    from hsswap import rounds as rounds
     from hsswap.attending import AttendResult
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
     from hsswap.diagnostics import DiagnosticSummary
@@ -114,7 +117,12 @@ _HOME = {
 }
 
 
+_MODULES = ("bf16", "rounds")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"hsswap.{name}")
     if name in _HOME:
         return getattr(import_module(f"hsswap.{_HOME[name]}"), name)
     raise AttributeError(f"module 'hsswap' has no attribute {name!r}")

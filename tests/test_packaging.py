@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
-TARGETS = ("demo", "test", "check", "soak", "test-gpu", "bench", "fmt", "clean")
+TARGETS = ("demo", "test", "check", "soak", "test-gpu", "sanitize", "bench", "fmt", "clean")
 
 
 @pytest.fixture

@@ -46,6 +46,12 @@ def test_public_names_are_there() -> None:
         _ = hsswap.nothing
 
 
+@pytest.mark.parametrize("name", ["bf16.from_float32", "rounds.RoundStream"])
+def test_modules_that_the_readme_names_need_no_import_of_their_own(name: str) -> None:
+    done = run_python(f"import hsswap; print(hsswap.{name}.__module__)")
+    assert done.stdout.startswith(f"hsswap.{name.partition('.')[0]}"), done.stderr
+
+
 def test_append_and_attend_without_a_loop() -> None:
     keys = np.zeros((3, 1, 8), np.uint16)
     values = np.full((3, 1, 8), 0x3F80, np.uint16)  # 1.0
