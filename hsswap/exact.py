@@ -110,9 +110,10 @@ def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> 
     if (table := cache.settled(indices)) is not None and table.is_whole:
         return Blocks(cache.pool, cache.layer, NOTHING)
     first = max(start, cache.first_visible(rows) // SPAN_TOKENS * (SPAN_TOKENS // size))
-    missing = cache.missing(Tile(first, cache.length // size), indices)[1]
-    slots = cache.pool.tier.lookup(missing.group_layer, missing.indices)
-    return Blocks(cache.pool, cache.layer, missing.indices[slots < 0])
+    part = slice(first, cache.length // size)
+    host_slot = cache.pool.tier.lookup(cache.group_layer, indices[part])
+    absent = (host_slot & cache.device_slot[part]) < 0  # -1 in both
+    return Blocks(cache.pool, cache.layer, indices[part][absent])
 
 
 class ExactPass:
@@ -207,8 +208,7 @@ class ExactPass:
         self._is_resident = not missing
         if missing <= room:  # in steps that do not grow with the length
             return [Tile(start, stop)]
-        tiles = tiles_of(first_token, cache.length, size, self.tile_tokens)
-        return joined(tiles, is_missing, room)
+        return joined(tiles_of(first_token, cache.length, size, self.tile_tokens), is_missing, room)
 
     def _is_whole(self, table: ResidentTable) -> bool:
         """Whether one launch over the table attends everything: what is in no device slot is held
