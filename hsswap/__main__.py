@@ -206,6 +206,9 @@ def _ending(error: BaseException) -> _Ending | None:
             return _Ending(USAGE, str(error))
         case HsswapError():
             return _Ending(FAILED, str(error))
+        case MemoryError():
+            what = str(error) or "no more can be had"
+            return _Ending(FAILED, f"memory: {what}; free some, or take a smaller model")
     return None
 
 

@@ -66,6 +66,15 @@ def test_usage(arguments: list[str], words: str, capsys: Capture) -> None:
     assert words in complaint(capsys)
 
 
+def test_memory_that_cannot_be_had(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise MemoryError("Unable to allocate 6.75 MiB")
+
+    monkeypatch.setattr("hsswap.commands.fsck.check_store", load)
+    assert main(["fsck", "here"]) == 1
+    assert "memory: Unable to allocate 6.75 MiB; free some" in complaint(capsys)
+
+
 def test_help_and_version(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hsswap {__version__}\n"
