@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hsswap.batch_table import BatchTable
 from hsswap.coding import code_blocks
 from hsswap.driver.base import Event, Stream
-from hsswap.driver.operations import FinalizeWork
+from hsswap.driver.operations import AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import ExactPass, LayerCache, Ready
 from hsswap.loads import Leased
@@ -27,9 +27,10 @@ from hsswap.prefetch import Blocks
 from hsswap.repeating import remember
 from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I64
-from hsswap.topk import TopKLayer
+from hsswap.topk import Choice, TopKLayer
 
 if TYPE_CHECKING:
+    from hsswap.lessons import Lessons
     from hsswap.swap_state import SwapState
 
 
@@ -148,46 +149,21 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
     full = query.indices[: cache.length // cache.pool.block_size]
     await code_blocks(swap, stream, cache, full, layer=layer)
     assert swap.predictor is not None
+    group = cache.pool.group
     try:
-        with swap.lock:
-            swap.check_open()
-            choice = layer.enqueue_choice(
-                device, stream, swap.predictor, query.queries.row(0), full
-            )
-            chosen_event = stream.record()
-        await chosen_event.wait()
-        swap.check_open()  # the choice's memory goes when the swap is closed
-        if layer.late is not None:
-            with swap.lock:
-                layer.late.leave_out(
-                    swap.prefetcher, choice, cache, query.indices, layer.pinned(len(full))
-                )
-        wanted = choice.blocks_to_load()
-        missed = 0
-        step = swap.config.tile_blocks
-        for start in range(0, len(wanted), step):
-            part = wanted[start : start + step]
-            blocks = Blocks(cache.pool, cache.layer, query.indices[part])
-            loaded = await swap.prefetcher.load(blocks)
-            missed += loaded.missed
-            with swap.lock:
-                swap.check_open()
-                try:
-                    layer.enqueue_gather(device, stream, choice, part, loaded.slots)
-                    gathered = stream.record()
-                except BaseException:
-                    swap.release_now(cache.pool, loaded.slots)
-                    raise
-                swap.release_after(gathered, cache.pool, loaded.slots, scan=False)
-        swap.check_open()
-        if layer.late is not None:
-            layer.late.came(choice)
+        lessons, before = cache.lessons, np.zeros(2, np.int64)
+        while lessons is not None and (lesson := lessons.due) is not None:
+            choice, *came = await _brought(swap, query, layer, lesson.queries.row(0))
+            before += came
+            with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
+                state = state_in(buffer, group, 1)
+                layer.enqueue_lesson(device, stream, choice, lesson, state)
+        choice, wanted, missed = await _brought(swap, query, layer, query.queries.row(0))
     except BaseException:
         layer.reset()
         raise
     chosen = choice.chosen.array().copy()
     left_out = choice.left_out.array().copy()
-    group = cache.pool.group
     with swap.lock, swap.scratch(state_bytes(group, 1), stream) as buffer:
         layer.enqueue_attend(
             device,
@@ -204,21 +180,77 @@ async def attend_top_k(swap: SwapState, query: Query, layer: TopKLayer) -> Atten
         counters.attends += 1
         counters.top_k_attends += 1
         counters.left_out_mass += float(left_out.mean())
-        counters.misses += missed
-        counters.host_hits += len(wanted) - missed
-        counters.device_hits += len(np.unique(chosen[chosen >= 0])) - len(wanted)
+        counters.misses += missed + int(before[1])
+        counters.host_hits += wanted - missed + int(before[0] - before[1])
+        counters.device_hits += len(np.unique(chosen[chosen >= 0])) - wanted
         return AttendResult(query.out_object, stream.record(), left_out, chosen)
 
 
+async def _brought(
+    swap: SwapState, query: Query, layer: TopKLayer, row: Tensor
+) -> tuple[Choice, int, int]:
+    """What the predictor chooses for a row ``[Q, dk]``, its units on their way into their slots;
+    how many blocks had to come, and how many of them from disk.
+    """
+    cache, device, stream = query.cache, swap.device, query.stream
+    full = query.indices[: cache.length // cache.pool.block_size]
+    assert swap.predictor is not None
+    with swap.lock:
+        swap.check_open()
+        choice = layer.enqueue_choice(device, stream, swap.predictor, row, full)
+        chosen_event = stream.record()
+    await chosen_event.wait()
+    swap.check_open()  # the choice's memory goes when the swap is closed
+    if layer.late is not None:
+        with swap.lock:
+            layer.late.leave_out(
+                swap.prefetcher, choice, cache, query.indices, layer.pinned(len(full))
+            )
+    wanted = choice.blocks_to_load()
+    missed = 0
+    step = swap.config.tile_blocks
+    for start in range(0, len(wanted), step):
+        part = wanted[start : start + step]
+        blocks = Blocks(cache.pool, cache.layer, query.indices[part])
+        loaded = await swap.prefetcher.load(blocks)
+        missed += loaded.missed
+        with swap.lock:
+            swap.check_open()
+            try:
+                layer.enqueue_gather(device, stream, choice, part, loaded.slots)
+                gathered = stream.record()
+            except BaseException:
+                swap.release_now(cache.pool, loaded.slots)
+                raise
+            swap.release_after(gathered, cache.pool, loaded.slots, scan=False)
+    swap.check_open()
+    if layer.late is not None:
+        layer.late.came(choice)
+    return choice, len(wanted), missed
+
+
+def _teaches(query: Query) -> Lessons | None:
+    """What learns from an exact attend, if anything does."""
+    lessons = query.cache.lessons
+    if lessons is None or query.sinks is not None or not lessons.takes(query.queries.shape[0]):
+        return None
+    return lessons
+
+
 def _exact_pass(swap: SwapState, query: Query) -> ExactPass:
-    lse = None if query.lse is None else query.lse.as_batch()
+    lse, lessons = None if query.lse is None else query.lse.as_batch(), _teaches(query)
+
+    def end(state: AttentionState) -> FinalizeWork:
+        wanted = lse if lessons is None else lessons.logsumexp(state, lse)
+        return FinalizeWork(state, query.out.as_batch(), wanted, sinks=query.sinks)
+
     work = ExactPass(
         swap.device,
         query.stream,
         query.cache,
         query.indices,
         query.queries.as_batch(),
-        lambda state: FinalizeWork(state, query.out.as_batch(), lse, sinks=query.sinks),
+        end,
         swap.config.tile_tokens,
         swap.release_after,
     )
@@ -260,5 +292,9 @@ def _finish(swap: SwapState, query: Query, work: ExactPass) -> AttendResult:
     swap.counters.host_hits += work.held_hits
     if work.whole is not None:
         remember(swap, query, work.whole)
+    behind, lessons = work.behind, _teaches(query)
+    if lessons is not None:
+        lessons.keep(swap.device, query.stream, query.cache.length, query.queries, query.out)
+        behind = None
     nothing = np.zeros(query.cache.pool.group.kv_heads, np.float32)
-    return AttendResult(query.out_object, work.behind or query.stream.record(), nothing)
+    return AttendResult(query.out_object, behind or query.stream.record(), nothing)

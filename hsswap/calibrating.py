@@ -111,19 +111,11 @@ class _Sample:
 
     def every(self, places: NDArray[np.int64]) -> _Sample:
         """Rows at places that are equally far apart."""
+        first, step = int(places[0]), int(places[1] - places[0]) if len(places) > 1 else 1
         every = (self.keys, self.values, self.key_scales, self.value_scales)
-        keys, *rest = (rows and _every(rows, places) for rows in every)
+        keys, *rest = (rows and rows.every(step, first, len(places)) for rows in every)
         assert keys is not None
         return _Sample(keys, *rest)
-
-
-def _every(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
-    """Rows at places that are equally far apart."""
-    first, step = int(places[0]), int(places[1] - places[0]) if len(places) > 1 else 1
-    address = rows.address + first * rows.strides[0]
-    strides = (step * rows.strides[0], *rows.strides[1:])
-    shape = (len(places), *rows.shape[1:])
-    return Tensor(address, shape, strides, rows.dtype, rows.on_device, rows)
 
 
 class Calibration:

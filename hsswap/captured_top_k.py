@@ -46,13 +46,15 @@ class CapturedTopK(CapturedLayer):
         self._ranked = ranked
         self._pinned = ranked.pinned(held.first)
         self._predictor = predictor
+        index = predictor.code_index(cache.layer, indices)
+        index[: cache.first_visible(1) // cache.pool.block_size] = -1
         group, heads, count = cache.pool.group, cache.pool.group.kv_heads, ranked.chosen_count
         tail = np.arange(held.first, held.end, dtype=np.int32)
         listed = np.zeros((1, heads, count + len(tail)), np.int32)
         chosen = np.full((heads, count), -1, np.int32)
         tables = {
             "host slots": held.leased,
-            "index": predictor.code_index(cache.layer, indices),
+            "index": index,
             "pinned": self._pinned,
             "step": np.full(heads, ranked.step, np.int32),
             "cache slots": cache.pool.slots.units(ranked.slots),

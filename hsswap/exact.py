@@ -27,6 +27,7 @@ from hsswap.tiers import I32, I64, SlotState, Tile, joined, tiles_of
 
 if TYPE_CHECKING:
     from hsswap.batch_table import BatchTable
+    from hsswap.lessons import Lessons
     from hsswap.repeating import Repeated
 
 NOTHING = np.empty(0, np.intp)
@@ -48,7 +49,7 @@ class LayerCache:
     entries says so (:meth:`changed`). ``active`` is the slot of the block being filled.
     ``residents``: where they are as attention reads it, None for a list of blocks that is used
     once. ``repeated``: the last call of one row, if it may be made again. ``batch``: the table of
-    the last batch that began with this sequence.
+    the last batch that began with this sequence. ``lessons``: what top-k learns from exact calls.
     """
 
     pool: GroupPool
@@ -59,6 +60,7 @@ class LayerCache:
     residents: ResidentTable | None = None
     repeated: Repeated | None = None
     batch: BatchTable | None = None
+    lessons: Lessons | None = None
 
     def changed(self, block: int) -> None:
         """Entries of ``device_slot`` from this block on may be others now."""
@@ -74,8 +76,9 @@ class LayerCache:
     def settled(self, indices: I64) -> ResidentTable | None:
         """The table, which says what is where without that anybody looks at all blocks."""
         if self.residents is not None:
-            stop = -(-self.length // self.pool.block_size)
-            self.residents.settle(self.device_slot, indices, stop)
+            self.residents.settle(
+                self.device_slot, indices, -(-self.length // self.pool.block_size)
+            )
         return self.residents
 
     @property
@@ -97,10 +100,9 @@ class LayerCache:
 
     def missing(self, tile: Tile, indices: I64) -> tuple[NDArray[np.intp], Blocks]:
         """Positions in a tile whose blocks are not in device slots, and these blocks."""
-        is_missing = self.device_slot[tile.start : tile.stop] < 0
-        if not is_missing.any():
+        positions = np.flatnonzero(self.device_slot[tile.start : tile.stop] < 0)
+        if not len(positions):
             return NOTHING, Blocks(self.pool, self.layer, NOTHING)
-        positions = np.flatnonzero(is_missing)
         return positions, Blocks(self.pool, self.layer, indices[tile.start + positions])
 
 
@@ -179,9 +181,9 @@ class ExactPass:
     @property
     def scratch_bytes(self) -> int:
         """Device memory that the pass needs: carried state, and tables of the ring's tiles."""
-        group = self._cache.pool.group
+        group, rows = self._cache.pool.group, self._queries.shape[1]
         if self._in_place or self._is_resident:
-            return state_bytes(group, self._queries.shape[1])
+            return state_bytes(group, rows)
         return self._tables_at + 4 * group.kv_heads * (self._tiles[-1].stop - self._start)
 
     def use(self, scratch: Buffer) -> None:

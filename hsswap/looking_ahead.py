@@ -167,9 +167,11 @@ def _enqueue(
     for source, target in pairs:
         device.copy_words(stream, CopyWork(words_of(source), words_of(target)))
     remembered, choice = tensors["remembered"], glance.choice
+    index = predictor.code_index(ranked.cache.layer, full)
+    index[: ranked.cache.first_visible(1) // ranked.cache.pool.block_size] = -1
     request = ScoreRequest(
         queries=query,
-        code_index=predictor.code_index(ranked.cache.layer, full),
+        code_index=index,
         scores=tensors["scores"],
         resident=ranked.resident(blocks),
         memory=ScoreMemory(remembered.row(0), remembered.row(1)),

@@ -243,8 +243,8 @@ class _Behind:
 
 
 def state_bytes(group: LayerGroup, rows: int) -> int:
-    """Bytes of the carried state of ``rows`` query rows."""
-    return 4 * rows * group.q_heads * (group.value_dim + 2)
+    """Bytes of the carried state of ``rows`` query rows, and of a logsumexp of each."""
+    return 4 * rows * group.q_heads * (group.value_dim + 3)
 
 
 @lru_cache(maxsize=64)  # a buffer is taken again and again for the same state
@@ -257,3 +257,10 @@ def state_in(buffer: Buffer, group: LayerGroup, rows: int, *, sequences: int = 1
         tensor_in(buffer, "f32", (sequences, rows, heads), offset_bytes=step),
         tensor_in(buffer, "f32", (sequences, rows, heads, group.value_dim), offset_bytes=2 * step),
     )
+
+
+def lse_behind(state: AttentionState) -> Tensor:
+    """A logsumexp ``[S, R, Q]``, for which :func:`state_bytes` has room behind carried state."""
+    memory, like = state.weighted, state.total
+    address = memory.address + memory.shape[0] * memory.strides[0]
+    return Tensor(address, like.shape, like.strides, "f32", memory.on_device, memory)

@@ -199,6 +199,8 @@ class Reshaping(SequenceState):
         swap, cache = self._swap, cut.cache
         if cut.lost_full and self._top_k_layers:
             self._top_k_layers[cache.layer].reset()  # its units are by block number
+        if cache.lessons is not None:
+            cache.lessons.cut(cut.length)
         if host_slots is not None:
             pool, slots = cache.pool, host_slots
             try:

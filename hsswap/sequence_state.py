@@ -145,7 +145,12 @@ class SequenceState:
             slots = pool.slots.take(count, f"top-k with k={top_k.k} in layer {cache.layer}")
             try:
                 layer = TopKLayer(
-                    self._swap.device, cache, top_k, slots, self._swap.config.capacity_blocks
+                    self._swap.device,
+                    cache,
+                    top_k,
+                    slots,
+                    self._swap.config.capacity_blocks,
+                    learns=self._swap.calibration is not None,
                 )
             except BaseException:
                 pool.slots.give_back(slots)

@@ -24,8 +24,10 @@ class TopK:
     share is above this for some KV head, from 0 (every block) to 1 (none but the first and those of
     the last 128 tokens). One that is not counts as left out of this step, and comes for another.
 
-    ``stand_in``: what is left out is made up for by what the predictor ``codes`` has learned of it
-    (:mod:`hsswap.predictor.stand_in`); False: the output is attention over the chosen blocks alone.
+    ``stand_in``: what is left out is made up for, with the predictor ``codes``, by what rows that
+    attended everything have taught: the sequence's last ones (:mod:`hsswap.lessons`; the first step
+    behind a prompt takes as long as 17), or else those of the first prompt
+    (:mod:`hsswap.predictor.stand_in`). False: the output is attention over the chosen blocks alone.
 
     The share left out is an estimate, right on average: with codes of 1/32 it said 0.149 where
     0.154 was left out, and 0.182 where 0.187 was (two texts of 8,192 tokens, a small Llama); at

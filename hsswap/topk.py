@@ -27,6 +27,7 @@ from hsswap.driver.operations import (
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.exact import LayerCache
 from hsswap.late import Late
+from hsswap.lessons import Lesson, Lessons
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.tiers import I64
 from hsswap.top_k_config import PINNED_RECENT_TOKENS
@@ -59,8 +60,16 @@ class TopKLayer:
     """The unit cache and the buffers of one (sequence, layer); made and closed by the sequence."""
 
     def __init__(
-        self, device: Device, cache: LayerCache, settings: TopK, slots: I32, max_blocks: int
+        self,
+        device: Device,
+        cache: LayerCache,
+        settings: TopK,
+        slots: I32,
+        max_blocks: int,
+        *,
+        learns: bool,
     ) -> None:
+        """``learns``: the predictor is one that knows how much a choice leaves out."""
         self.cache = cache
         self._settings = settings
         self.slots = slots
@@ -91,18 +100,21 @@ class TopKLayer:
             self._device_memory.close()
             raise
         self.late: Late | None = None
-        if settings.late_mass > 0:
-            try:
+        # Elsewhere masses are not those of a plain softmax over everything.
+        learns &= settings.stand_in and pool.group.window is None and pool.group.soft_cap is None
+        try:
+            if settings.late_mass > 0:
                 self.late = Late(device, settings.late_mass, heads, max_blocks)
-            except BaseException:
-                self._device_memory.close()
-                self._host_memory.close()
-                raise
+            cache.lessons = Lessons(device, pool) if learns else None
+        except BaseException:
+            self._device_memory.close()
+            self._host_memory.close()
+            if self.late is not None:
+                self.late.close()
+            raise
         self._on_host["slots"].array()[...] = pool.slots.units(slots)
         self.step = 0
-        self._coded = (
-            0  # of the first blocks it is known that they have codes, and the index has them
-        )
+        self._coded = 0  # so many of the first blocks have codes for certain
         self._version = 0
         self._turn = 0
         self._last: tuple[Tensor, Tensor] | None = None
@@ -136,7 +148,9 @@ class TopKLayer:
         """
         start = self.coded(predictor)
         found = predictor.code_index(self.cache.layer, indices[start:])
-        self._on_host["index"].array()[start : len(indices)] = found
+        index = self._on_host["index"].array()
+        index[start : len(indices)] = found
+        index[: self.cache.first_visible(1) // self.cache.pool.block_size] = -1
         unknown = np.flatnonzero(found < 0)
         self._coded = start + (int(unknown[0]) if len(unknown) else len(found))
         return first_of(self._on_host["index"], (len(indices),))
@@ -165,9 +179,11 @@ class TopKLayer:
         )
 
     def pinned(self, blocks: int) -> I32:
-        """The blocks that are always chosen of so many: the first, and those of the last tokens."""
-        recent = -(-PINNED_RECENT_TOKENS // self.cache.pool.block_size)
-        return np.concatenate(([0], np.arange(blocks - recent, blocks))).astype(np.int32)
+        """Those always chosen of so many: the first in sight, and those of the last tokens."""
+        size = self.cache.pool.block_size
+        recent = blocks - -(-PINNED_RECENT_TOKENS // size)
+        first = min(self.cache.first_visible(1) // size, recent - 1)
+        return np.array([first, *range(recent, blocks)], np.int32)
 
     def resume(self, steps: int) -> None:
         """Go on behind at most so many steps of which the host saw nothing.
@@ -212,7 +228,6 @@ class TopKLayer:
         """Launch score and select for one query row ``[Q, dk]``; ``indices``: the full blocks."""
         cache = self.cache
         blocks = len(indices)
-        turn = str(self._turn)
         heads = cache.pool.group.kv_heads
         scores = first_of(self._on_device["scores"], (heads, blocks))
         shares = first_of(self._on_device["shares"], (heads, blocks))
@@ -230,7 +245,7 @@ class TopKLayer:
         device.score(stream, predictor.score_work(cache.layer, request))
         shares = shares if predictor.remembers else scores
         names = ("chosen", "chosen_slots", "missing", "left_out")
-        choice = Choice(*(self._on_host[name + turn] for name in names))
+        choice = Choice(*(self._on_host[f"{name}{self._turn}"] for name in names))
         last_chosen, last_mass = self._last or (None, None)
         device.select(
             stream,
@@ -304,23 +319,56 @@ class TopKLayer:
         sinks: Tensor | None = None,
     ) -> None:
         """Launch attention over what was chosen and the block being filled, and finalize."""
+        length = self.cache.length
+        block_lse, mass = self._attend(device, stream, choice, queries, state, length)
+        # What stands in was learned where no sink takes a share.
+        left_out = None
+        if self._settings.stand_in and sinks is None:
+            cache = self.cache
+            predicted = first_columns(self._memory.predicted, length // cache.pool.block_size)
+            learned = None if cache.lessons is None else cache.lessons.learned
+            left_out = predictor.left_out(cache.layer, predicted, choice.chosen, learned)
+        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass, sinks, left_out))
+        self._attended(choice, block_lse, mass)
+
+    def enqueue_lesson(
+        self, device: Device, stream: Stream, choice: Choice, lesson: Lesson, state: AttentionState
+    ) -> None:
+        """Launch attention of a row again over what was chosen for it, and what it teaches."""
+        assert self.cache.lessons is not None
+        queries = lesson.queries.as_batch()
+        block_lse, mass = self._attend(device, stream, choice, queries, state, lesson.length)
+        self.cache.lessons.learn(device, stream, lesson, state)
+        device.finalize(stream, FinalizeWork(state, lesson.out, None, block_lse, mass))
+        self._attended(choice, block_lse, mass)
+
+    def _attend(
+        self,
+        device: Device,
+        stream: Stream,
+        choice: Choice,
+        queries: Tensor,
+        state: AttentionState,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch attention of a row that sees ``length`` tokens; where logsumexps and masses of
+        blocks are and go.
+        """
         cache, pool = self.cache, self.cache.pool
         full = cache.length // pool.block_size
         positions, slots = choice.chosen.array(), choice.slots.array()
         if cache.length % pool.block_size:
-            heads = len(positions)
             active = pool.slots.units(np.array([cache.active], np.int32))
-            positions = np.hstack((positions, np.full((heads, 1), full, np.int32)))
+            positions = np.hstack((positions, np.full((len(positions), 1), full, np.int32)))
             slots = np.hstack((slots, active))
         entries = positions.shape[1]
-        turn = str(self._turn)
         block_lse = first_of(self._on_device["block_lse"], (1, 1, queries.shape[2], entries))
-        mass = first_of(self._on_device["block_mass" + turn], (1, len(positions), entries))
+        mass = first_of(self._on_device[f"block_mass{self._turn}"], (1, len(positions), entries))
         device.attend(
             stream,
             AttendWork(
                 queries=queries,
-                lengths=np.array([cache.length], np.int64),
+                lengths=np.array([length], np.int64),
                 units=pool.units,
                 slots=slots[None].copy(),
                 first_block=0,
@@ -331,15 +379,12 @@ class TopKLayer:
                 block_lse=block_lse,
             ),
         )
-        # What stands in was learned where no sink takes a share.
-        left_out = None
-        if self._settings.stand_in and sinks is None:
-            predicted = first_columns(self._memory.predicted, full)
-            left_out = predictor.left_out(cache.layer, predicted, choice.chosen)
-        device.finalize(stream, FinalizeWork(state, out, lse, block_lse, mass, sinks, left_out))
+        return block_lse, mass
+
+    def _attended(self, choice: Choice, block_lse: Tensor, mass: Tensor) -> None:
+        """The next step's choice learns from this one's."""
         self._last = (choice.chosen, first_columns(mass.row(0), self._most))
-        lse = block_lse.row(0).row(0)
-        self._last_lse = Attended(choice.chosen, first_columns(lse, self._most))
+        self._last_lse = Attended(choice.chosen, first_columns(block_lse.row(0).row(0), self._most))
         self._turn = 1 - self._turn
 
     def close(self) -> I32:
@@ -348,6 +393,8 @@ class TopKLayer:
         self._host_memory.close()
         if self.late is not None:
             self.late.close()
+        if self.cache.lessons is not None:
+            self.cache.lessons.close()
         for buffer in self._remembered:
             buffer.close()
         return self.slots

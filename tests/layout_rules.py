@@ -20,8 +20,8 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 # `hsswap` itself, the public API, which only rooms above the API may import.
 PLAIN = (
     *("bf16", "checksum", "codec", "config", "errors", "metrics"),
-    *("dims", "e4m3", "halves", "predictor_config", "rope", "top_k_config", "validation"),
-    "plain_file",
+    *("dims", "e4m3", "fitting", "halves", "plain_file", "predictor_config", "rope"),
+    *("top_k_config", "validation"),
 )
 CONTRACTS = (
     *("driver.base", "driver.tensor"),
@@ -51,6 +51,7 @@ API = (
     "repeating",
     "forking",
     "late",
+    "lessons",
     "looking_ahead",
     "reserving",
     "reshaping",

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig, TopK
+from hsswap.bf16 import from_float32, to_float32
 from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver import open_device
 from hsswap.driver.base import Stream
 from hsswap.driver.cuda import CudaDevice
 from hsswap.driver.tensor import tensor_in
+from tests.driver import oracle
 from tests.swap_cases import MIXED, SMALL, U16, Case, chunks_of, config_for, random_case
+from tests.test_codes_predictor import DIMS, config
 
 pytestmark = pytest.mark.gpu
 
@@ -146,3 +149,25 @@ async def test_top_k_attends_what_it_says(name: str, late_mass: float) -> None:
     extra = dims.layers * top_k.cache_blocks(dims.block_size)
     config = config_for(case, tile_tokens=1024, extra_device=extra)
     await run(case, on_gpu(config), [tokens - 40, *[1] * 40], top_k=top_k)
+
+
+async def test_a_prompts_last_rows_teach_what_they_teach_on_the_host() -> None:
+    """Single rows behind a prompt of 1,100 tokens, with what stands in for blocks left out."""
+    plain = random_case(DIMS, 1110, seed=51)
+    values = [to_float32(one) for one in plain.values]
+    for one in values:
+        one[:16] -= 20  # what is left out is not like the first block
+    case = replace(plain, values=[from_float32(one) for one in values])
+    chunks = [250] * 4 + [100] + [1] * 10
+    outs = {}
+    for device in ("host", "cuda:0"):
+        for stand_in in (True, False):
+            settings = replace(config(), device=device, io="memory")
+            top_k = TopK(6, cache_factor=3, stand_in=stand_in)
+            async with HighSpeedSwap.open(settings) as swap, swap.sequence(top_k=top_k) as sequence:
+                fed = await feed(swap, sequence, case, chunks)
+            outs[device, stand_in] = np.stack([oracle.decode(one[1100:]) for one in fed])
+    assert oracle.relative_error(outs["cuda:0", True], outs["cuda:0", False]) > 0.05
+    for stand_in in (True, False):
+        found, wanted = outs["cuda:0", stand_in], outs["host", stand_in]
+        assert oracle.relative_error(found, wanted) < 2.0**-7

@@ -28,6 +28,7 @@ from hsswap.commands.verify import AttentionVerifier
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, DeviceError, VerifyError
+from hsswap.fitting import LESSON_SPAN
 from hsswap.models import (
     GgufFile,
     Llama,
@@ -268,10 +269,15 @@ def make_decoder(
 
 
 def open_sequence(swap: BlockingSwap, job: Job) -> BlockingSequence:
-    """A sequence for the prompt, with what is stored of it; at least one token is left to run."""
+    """A sequence for the prompt, with what is stored of it; at least one token is left to run, and
+    of top-k the last rows, which it learns from.
+    """
+    top_k, prompt = job.plan.top_k, job.prompt
     if not job.options.persist:
-        return swap.sequence(top_k=job.plan.top_k)
-    return swap.open_prefix(np.array(job.prompt[:-1], np.int64), top_k=job.plan.top_k)
+        return swap.sequence(top_k=top_k)
+    left = LESSON_SPAN if top_k is not None and top_k.stand_in else 1
+    stored = prompt[: max(1, len(prompt) - left)]
+    return swap.open_prefix(np.array(stored, np.int64), top_k=top_k)
 
 
 def file_hash(path: Path) -> str:

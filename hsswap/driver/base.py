@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from hsswap.driver.choice_operations import FetchWork, TrimWork
+from hsswap.driver.choice_operations import FetchWork, LearnWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.operations import (
     AppendAtWork,
@@ -306,6 +306,10 @@ class Device(Closeable):
     @abstractmethod
     def fetch(self, stream: Stream, work: FetchWork) -> None:
         """Gather what select found missing, by a table of host slots that the device holds."""
+
+    @abstractmethod
+    def learn(self, stream: Stream, work: LearnWork) -> None:
+        """Fit what stands in for blocks that a choice leaves out to rows of exact attention."""
 
     @abstractmethod
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:

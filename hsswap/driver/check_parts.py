@@ -116,6 +116,15 @@ def check_tensor(
             raise ArgumentError(f"{what} is a read-only array; it is written to")
 
 
+def check_state(state: AttentionState, rows: tuple[int, ...], value_dim: int | None = None) -> None:
+    """Check carried state; ``value_dim`` None: whatever it has."""
+    shape = shape_of_rank(state.weighted, 4, "state.weighted")
+    value_dim = shape[-1] if value_dim is None else value_dim
+    check_tensor(state.weighted, "f32", (*rows, value_dim), "state.weighted", written=True)
+    check_tensor(state.maximum, "f32", rows, "state.maximum", written=True)
+    check_tensor(state.total, "f32", rows, "state.total", written=True)
+
+
 def check_memory(tensor: Tensor, dtype: str, what: str) -> None:
     """Check kind and dtype, and that a buffer under it is open."""
     if type(tensor) is not Tensor:

@@ -17,6 +17,7 @@ from hsswap.driver.check_parts import (
     check_pages,
     check_pool,
     check_rows,
+    check_state,
     check_tensor,
     checked_indices,
     frozen,
@@ -33,7 +34,6 @@ from hsswap.driver.operations import (
     AppendAtWork,
     AppendWork,
     AttendWork,
-    AttentionState,
     ChecksumWork,
     EncodeWork,
     FinalizeWork,
@@ -88,14 +88,6 @@ def move(work: Move) -> Move:
     )
 
 
-def _state(state: AttentionState, rows: tuple[int, ...], value_dim: int | None = None) -> None:
-    shape = shape_of_rank(state.weighted, 4, "state.weighted")
-    value_dim = shape[-1] if value_dim is None else value_dim
-    check_tensor(state.weighted, "f32", (*rows, value_dim), "state.weighted", written=True)
-    check_tensor(state.maximum, "f32", rows, "state.maximum", written=True)
-    check_tensor(state.total, "f32", rows, "state.total", written=True)
-
-
 def attend(work: AttendWork) -> AttendWork:
     """Check an AttendWork."""
     if isinstance(work.units, PagePool):
@@ -107,7 +99,7 @@ def attend(work: AttendWork) -> AttendWork:
     if heads != group.q_heads:
         raise ArgumentError(f"queries has {heads} heads; {group.q_heads} are needed")
     check_tensor(work.queries, group.dtype, (sequences, rows, heads, group.head_dim), "queries")
-    _state(work.state, (sequences, rows, heads), group.value_dim)
+    check_state(work.state, (sequences, rows, heads), group.value_dim)
     span_tokens = work.span_blocks * size
     if work.span_blocks < 1 or span_tokens % SPAN_TOKENS:
         raise ArgumentError(
@@ -228,7 +220,7 @@ def finalize(work: FinalizeWork) -> FinalizeWork:
     shape = shape_of_rank(work.out, 4, "out")
     require(work.out.dtype in DTYPES, f"out has dtype {work.out.dtype}; known: bf16, f16")
     check_tensor(work.out, work.out.dtype, shape, "out", written=True)
-    _state(work.state, shape[:3], shape[3])
+    check_state(work.state, shape[:3], shape[3])
     if work.lse is not None:
         check_tensor(work.lse, "f32", shape[:3], "lse", written=True)
     if work.sinks is not None:

@@ -1,4 +1,4 @@
-"""What becomes of a choice: records of trim and fetch, which follow select.
+"""What becomes of a choice: records of trim and fetch, which follow select, and of learn.
 
 Shape letters, and what the device may hold, as in :mod:`hsswap.driver.operations`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hsswap.driver.operations import I32, BlockPool, UnitCache, UnitPool
+from hsswap.driver.operations import I32, AttentionState, BlockPool, UnitCache, UnitPool
 from hsswap.driver.tensor import Tensor
 
 
@@ -64,3 +64,25 @@ class FetchWork:
     positions: Tensor
     absent: Tensor
     absent_count: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LearnWork:
+    """What N rows whose attention over everything is known teach of what a choice lacks.
+
+    ``state`` ``[N, 1, Q]``: of attention of the rows over the choice. ``full`` ``[N, Q, dv]`` BF16
+    or FP16, contiguous along dv, and ``full_lse`` ``[N, Q]`` float32, contiguous along Q: output
+    and logsumexp of attention over everything. The share that the choice lacks is 1 - exp(its
+    logsumexp - ``full_lse``), 0 at least. ``sums`` ``[Q, 2 dv + 3]`` float32, those of
+    :func:`hsswap.fitting.sums_of`, are added to, or written where ``begin``. ``scale`` ``[Q]`` and
+    ``value`` ``[Q, dv]`` float32, as :class:`~hsswap.driver.operations.LeftOut` takes them, become
+    their fit. These and ``state`` are contiguous.
+    """
+
+    state: AttentionState
+    full: Tensor
+    full_lse: Tensor
+    begin: bool
+    sums: Tensor
+    scale: Tensor
+    value: Tensor

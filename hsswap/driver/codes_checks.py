@@ -1,4 +1,4 @@
-"""Checks of the arguments of encode and score for the predictor ``codes``; see ``checks``."""
+"""Checks of the arguments of encode, score and learn, of the predictor ``codes``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import replace
 from hsswap.codec import PAGE_BLOCKS
 from hsswap.driver.check_parts import (
     check_pool,
+    check_state,
     check_tensor,
     checked_indices,
     held_table,
     require,
     shape_of_rank,
 )
+from hsswap.driver.choice_operations import LearnWork
 from hsswap.driver.codes_operations import (
     TABLE_ALIGNMENT,
     Attended,
@@ -22,6 +24,7 @@ from hsswap.driver.codes_operations import (
     ScoreCodesWork,
 )
 from hsswap.driver.tensor import Tensor, contiguous_strides
+from hsswap.halves import DTYPES
 
 
 def _codes(codes: LayerCodes) -> int:
@@ -120,3 +123,18 @@ def _resident(resident: Resident, work: ScoreCodesWork, blocks: int) -> Resident
         pinned=pinned,
         active=checked_indices(resident.active, (heads,), units, "resident.active"),
     )
+
+
+def learn(work: LearnWork) -> LearnWork:
+    """Check a LearnWork."""
+    rows, heads, dims = shape_of_rank(work.full, 3, "full")
+    require(work.full.dtype in DTYPES, f"full has dtype {work.full.dtype}; known: bf16, f16")
+    check_tensor(work.full, work.full.dtype, (rows, heads, dims), "full")
+    require(dims <= 1 or work.full.strides[2] == 2, "full must be contiguous along the dims")
+    check_state(work.state, (rows, 1, heads), dims)
+    check_tensor(work.full_lse, "f32", (rows, heads), "full_lse")
+    require(heads <= 1 or work.full_lse.strides[1] == 4, "full_lse must be contiguous along Q")
+    check_tensor(work.sums, "f32", (heads, 2 * dims + 3), "sums", written=True)
+    check_tensor(work.scale, "f32", (heads,), "scale", written=True)
+    check_tensor(work.value, "f32", (heads, dims), "value", written=True)
+    return work

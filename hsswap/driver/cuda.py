@@ -29,7 +29,7 @@ from hsswap.driver import (
     round_checks,
 )
 from hsswap.driver.base import AttendAgain, Buffer, Device, Graph, Stream
-from hsswap.driver.choice_operations import FetchWork, TrimWork
+from hsswap.driver.choice_operations import FetchWork, LearnWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.cubin_cache import CubinCache, cache_folder
 from hsswap.driver.cuda_context import Context
@@ -244,6 +244,10 @@ class CudaDevice(Device, Launcher):
     def fetch(self, stream: Stream, work: FetchWork) -> None:
         """See :class:`FetchWork`."""
         self._enqueue(stream, "fetch", checks.fetch, cuda_top_k.fetch, work)
+
+    def learn(self, stream: Stream, work: LearnWork) -> None:
+        """See :class:`LearnWork`."""
+        self._enqueue(stream, "learn", codes_checks.learn, cuda_attention.learn, work)
 
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""

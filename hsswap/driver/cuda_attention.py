@@ -1,4 +1,4 @@
-"""How attend and finalize are launched on a CUDA device: which kernel, its constants and grid.
+"""How attend, finalize and learn are launched on a CUDA device: which kernels, constants, grids.
 
 Which kernel runs and how work is shared out may depend on everything: every kernel computes the
 same bits (hsswap/ptx/attention.cuh). Only the tree of a row's result is fixed: leaves of 128
@@ -14,6 +14,7 @@ import struct
 from hsswap.config import CUDA_SPAN_TOKENS, LayerGroup
 from hsswap.driver.base import Stream
 from hsswap.driver.check_parts import require
+from hsswap.driver.choice_operations import LearnWork
 from hsswap.driver.cuda_attention_decode import launch_decode, plan_decode
 from hsswap.driver.cuda_attention_e4m3 import launch_e4m3, uses_e4m3
 from hsswap.driver.cuda_attention_params import (
@@ -54,6 +55,7 @@ IN_PLACE_ROWS = 16
 _WARPS_A_BLOCK = 4
 _FINALIZE = struct.Struct("<8Q4q6i")
 _MAKE_UP = struct.Struct("<9Q3q4i")
+_LEARN = struct.Struct("<8Q3q4i")
 
 
 def span_tokens(length: int) -> int:
@@ -186,6 +188,34 @@ def _make_up(device: Launcher, stream: Stream, work: FinalizeWork, left_out: Lef
     )
     constants = format_constants(work.out.dtype)
     device.launch(stream, "make_up", constants, Grid(q_heads), Grid(256), 0, params)
+
+
+def learn(device: Launcher, stream: Stream, work: LearnWork) -> None:
+    """A thread block for each query head, a thread for each dim."""
+    rows, q_heads, value_dim = work.full.shape
+    require_contiguous_state(work.state)
+    for name in ("sums", "scale", "value"):
+        require_contiguous(getattr(work, name), name)
+    if not q_heads:
+        return
+    params = _LEARN.pack(
+        work.state.maximum.address,
+        work.state.total.address,
+        work.state.weighted.address,
+        work.full.address,
+        work.full_lse.address,
+        work.sums.address,
+        work.scale.address,
+        work.value.address,
+        *element_strides(work.full)[:2],
+        work.full_lse.strides[0] // 4,
+        rows,
+        q_heads,
+        value_dim,
+        work.begin,
+    )
+    constants = format_constants(work.full.dtype)
+    device.launch(stream, "learn", constants, Grid(q_heads), Grid(256), 0, params)
 
 
 def wide_takes(chip: Chip, group: LayerGroup, block_size: int) -> bool:

@@ -85,6 +85,9 @@ def _top_k(
         yield "codes_mass" if is_tiled(block_size) else "codes_mass_any", by_format
         yield "codes_rank", {}
         yield "make_up", by_format
+        yield "append", BY_16  # what a swap keeps of exact attention, and shows calibration
+        yield "append", BY_2
+        yield "learn", by_format
         return
     codes = code_chunk(predictor.rank)
     yield "encode", {**chunk, **by_unit}

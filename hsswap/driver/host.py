@@ -28,7 +28,7 @@ from hsswap.driver import (
 )
 from hsswap.driver.base import AttendAgain, Buffer, Device, Event, Graph, Stream
 from hsswap.driver.check_parts import refuse_gpu_memory
-from hsswap.driver.choice_operations import FetchWork, TrimWork
+from hsswap.driver.choice_operations import FetchWork, LearnWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
 from hsswap.driver.host_memory import HostBuffer, Scratch
 from hsswap.driver.host_stream import HostGraph, HostStream
@@ -172,6 +172,10 @@ class HostDevice(Device):
     def fetch(self, stream: Stream, work: FetchWork) -> None:
         """See :class:`FetchWork`."""
         self._enqueue(stream, "fetch", checks.fetch, host_select.fetch, work)
+
+    def learn(self, stream: Stream, work: LearnWork) -> None:
+        """See :class:`LearnWork`."""
+        self._enqueue(stream, "learn", codes_checks.learn, host_finalize.learn, work)
 
     def checksum(self, stream: Stream, work: ChecksumWork) -> None:
         """See :class:`ChecksumWork`."""

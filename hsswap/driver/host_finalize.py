@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.codec import log_mass
+from hsswap.driver.choice_operations import LearnWork
 from hsswap.driver.host_memory import Scratch
 from hsswap.driver.operations import FinalizeWork, LeftOut
 from hsswap.driver.tensor import Tensor
-from hsswap.halves import narrow
+from hsswap.fitting import fitted, sums_of
+from hsswap.halves import narrow, widen
 
 F32 = NDArray[np.float32]
 
@@ -49,6 +51,23 @@ def _made_up(out: F32, lse: F32, left_out: LeftOut) -> F32:
     lacking = left_out.scale.array()[:, None] * out + left_out.value.array()
     made_up: F32 = out + share[:, None] * lacking
     return made_up
+
+
+def learn(work: LearnWork, scratch: Scratch) -> None:
+    """Add sums over the rows, and fit."""
+    maximum: F32 = work.state.maximum.array()[:, 0]
+    total: F32 = work.state.total.array()[:, 0]
+    weighted: F32 = work.state.weighted.array()[:, 0]
+    saw = total > 0
+    near = np.where(saw[..., None], weighted, 0) / np.where(saw, total, 1)[..., None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = 1 - np.exp(maximum + np.log(total) - work.full_lse.array())
+    share = np.where(saw, np.maximum(share, 0), 0)
+    full = np.where(saw[..., None], widen(work.full.array(), work.full.dtype), 0)
+    more = sums_of(near, full, share)
+    sums = work.sums.array()
+    sums[...] = more if work.begin else sums + more
+    work.scale.array()[...], work.value.array()[...] = fitted(sums)
 
 
 def _with_sinks(maximum: F32, total: F32, weighted: F32, sinks: F32) -> tuple[F32, F32, F32]:

@@ -64,6 +64,13 @@ class Tensor:
         address = self.address + start * self.strides[0]
         return Tensor(address, shape, self.strides, self.dtype, self.on_device, self)
 
+    def every(self, step: int, first: int, count: int) -> Tensor:
+        """``count`` elements along the first axis, ``step`` apart, from ``first`` on."""
+        address = self.address + first * self.strides[0]
+        strides = (step * self.strides[0], *self.strides[1:])
+        shape = (count, *self.shape[1:])
+        return Tensor(address, shape, strides, self.dtype, self.on_device, self)
+
     def row(self, index: int) -> Tensor:
         """One element along the first axis, that axis gone."""
         address = self.address + index * self.strides[0]

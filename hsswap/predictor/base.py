@@ -78,10 +78,17 @@ class Predictor(ABC):
     def score_work(self, layer: int, request: ScoreRequest) -> ScoreWork | ScoreCodesWork:
         """Work that scores blocks."""
 
-    def left_out(self, layer: int, predicted: Tensor, chosen: Tensor) -> LeftOut | None:
+    def left_out(
+        self,
+        layer: int,
+        predicted: Tensor,
+        chosen: Tensor,
+        learned: tuple[Tensor, Tensor] | None = None,
+    ) -> LeftOut | None:
         """What makes up for blocks that are not ``chosen`` ``[H, N]``, if anything does.
 
-        ``predicted`` ``[Q, B]``: of :class:`ScoreMemory`, as score has just left it.
+        ``predicted`` ``[Q, B]``: of :class:`ScoreMemory`, as score has just left it. ``learned``:
+        scale ``[Q]`` and value ``[Q, dv]`` of the sequence's own, which go before the basis'.
         """
         return None
 

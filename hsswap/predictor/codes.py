@@ -110,9 +110,15 @@ class CodesPredictor(Predictor):
             uncorrected=request.uncorrected,
         )
 
-    def left_out(self, layer: int, predicted: Tensor, chosen: Tensor) -> LeftOut | None:
+    def left_out(
+        self,
+        layer: int,
+        predicted: Tensor,
+        chosen: Tensor,
+        learned: tuple[Tensor, Tensor] | None = None,
+    ) -> LeftOut | None:
         """See :meth:`Predictor.left_out`."""
-        own = self._layers[layer].stand_in
+        own = learned or self._layers[layer].stand_in
         return None if own is None else LeftOut(predicted, chosen, *own)
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ output becomes o + m (scale o + value), m being what the codes predict of the bl
 nothing more is read.
 
 It is learned where the basis is: from a prompt's first tokens, with the choice of blocks that a
-true oracle would make there. Names and shapes, for one KV head (G query heads, T tokens):
+true oracle would make there. It serves where a sequence has no rows of its own to learn from
+(:mod:`hsswap.lessons`). Names and shapes, for one KV head (G query heads, T tokens):
 
 | function | takes | gives |
 |---|---|---|
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.bf16 import F32
+from hsswap.fitting import fitted, sums_of
 from hsswap.rope import F64
 
 GROUP_TOKENS = 16
@@ -40,9 +42,6 @@ RECENT_TOKENS = 128
 LEAST_TOKENS = 512
 """Fewer leave too little out to learn from. Queries of the second half are used."""
 
-RIDGE = 0.05
-"""Added to the squares, in parts of them: a head that leaves nothing out learns nothing."""
-
 TRUST = 0.5
 """Of what is learned, what is used: it comes from one passage and serves others. KL over four texts
 that are in no table, at 1/16: 0.0199 without, 0.0152 with a half, 0.0158 with 0.7; 1 made it worse
@@ -51,7 +50,9 @@ where the passage was of another kind than the rest (0.0253; 0.0195 without)."""
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """Of one KV head: float32 ``scale`` ``[G]`` and ``value`` ``[G, dv]``; zeros change nothing."""
+    """Of one KV head: float32 ``scale`` ``[..., G]`` and ``value`` ``[..., G, dv]``; zeros change
+    nothing.
+    """
 
     scale: F32
     value: F32
@@ -65,7 +66,7 @@ class StandIn:
 
 def with_stand_in(out: F32, share: NDArray[Any], stand_in: StandIn) -> F32:
     """Outputs ``[..., G, dv]`` of attention that left out ``share`` ``[..., G]`` of the mass."""
-    lacking = stand_in.scale[:, None] * out + stand_in.value
+    lacking = stand_in.scale[..., None] * out + stand_in.value
     made_up: F32 = out + np.asarray(share, np.float32)[..., None] * lacking
     return made_up
 
@@ -88,10 +89,7 @@ def stand_in_of(
     kept = weights * _kept(weights, at)[:, None]
     held = kept.sum(-1)
     near = (kept @ values) / held[..., None]
-    size = np.sqrt(np.square(full).sum((1, 2)))
-    used = size > 0
-    weight = (1 - held)[used] / size[used, None]
-    scale, value = _fit(near[used], (full - near)[used] / size[used, None, None], weight)
+    scale, value = fitted(sums_of(near, full, 1 - held))
     return StandIn((TRUST * scale).astype(np.float32), (TRUST * value).astype(np.float32))
 
 
@@ -120,17 +118,3 @@ def _kept(weights: F64, at: NDArray[np.int64]) -> NDArray[np.bool_]:
     np.put_along_axis(chosen, order[:, :count], True, 1)
     by_token = np.repeat(chosen, GROUP_TOKENS, axis=1)[:, :tokens]
     return by_token | (token >= first_recent[:, None]) | (token < GROUP_TOKENS)
-
-
-def _fit(near: F64, lacking: F64, weight: F64) -> tuple[F64, F64]:
-    """Least squares of ``lacking`` ``[N, G, dv]`` = weight (scale near + value), for each G;
-    ``weight`` is ``[N, G]``.
-    """
-    x = near * weight[..., None]
-    ones = np.maximum((1 + RIDGE) * np.square(weight).sum(0), np.finfo(np.float64).tiny)
-    with_y = (weight[..., None] * lacking).sum(0)  # [G, dv]
-    with_x = (weight[..., None] * x).sum(0)
-    square = (1 + RIDGE) * np.square(x).sum((0, 2)) - np.square(with_x).sum(1) / ones
-    product = (x * lacking).sum((0, 2)) - (with_x * with_y).sum(1) / ones
-    scale = np.divide(product, square, out=np.zeros_like(product), where=square > 0)
-    return scale, (with_y - scale[:, None] * with_x) / ones[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of attend and finalize, for the table."""
+"""The kernels of attend, finalize and learn, for the table."""
 
 from __future__ import annotations
 
@@ -106,4 +106,5 @@ ATTENTION_KERNELS: dict[str, Kernel] = {
     "finalize": Kernel("finalize.cu", "finalize", True),
     "block_masses": Kernel("finalize.cu", "block_masses", True),
     "make_up": Kernel("finalize.cu", "make_up", True),
+    "learn": Kernel("learn.cu", "learn", True),
 }

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hsswap.fitting import RIDGE
 from hsswap.predictor.calibration import HeadSamples, stand_ins
-from hsswap.predictor.stand_in import RIDGE, TRUST, StandIn, stand_in_of, with_stand_in
+from hsswap.predictor.stand_in import TRUST, StandIn, stand_in_of, with_stand_in
 from hsswap.rope import F64
 
 SCALE = 0.3
@@ -49,8 +50,8 @@ def slowly(keys: F64, values: F64, queries: F64, at: F64) -> tuple[F64, F64]:
         full = weight @ values
         kept = attended(weight, position)
         shares = 1 - weight[:, kept].sum(1)
-        size = np.linalg.norm(full)
         for g in range(group):
+            size = np.linalg.norm(full[g])
             near = weight[g, kept] @ values[kept] / weight[g, kept].sum()
             for d in range(values.shape[1]):
                 unit = np.eye(values.shape[1])[d]
