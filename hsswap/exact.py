@@ -69,16 +69,15 @@ class LayerCache:
 
     def cut(self, block: int) -> None:
         """Entries from this block on are no more."""
+        self.changed(block)
         if self.residents is not None:
-            self.residents.changed(block)
             self.residents.cut(block)
 
     def settled(self, indices: I64) -> ResidentTable | None:
         """The table, which says what is where without that anybody looks at all blocks."""
         if self.residents is not None:
-            self.residents.settle(
-                self.device_slot, indices, -(-self.length // self.pool.block_size)
-            )
+            stop = -(-self.length // self.pool.block_size)
+            self.residents.settle(self.device_slot, indices, stop)
         return self.residents
 
     @property
@@ -95,8 +94,7 @@ class LayerCache:
 
     def first_visible(self, rows: int) -> int:
         """The first token that any of the last ``rows`` rows sees."""
-        window = self.pool.group.window
-        return 0 if window is None else max(0, self.length - rows + 1 - window)
+        return max(0, self.length - rows + 1 - (self.pool.group.window or self.length))
 
     def missing(self, tile: Tile, indices: I64) -> tuple[NDArray[np.intp], Blocks]:
         """Positions in a tile whose blocks are not in device slots, and these blocks."""

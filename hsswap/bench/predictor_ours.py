@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
+from hsswap.bench.predictor_lessons import taught
 from hsswap.bench.predictor_selectors import Plain, Selector, rounded
 from hsswap.bench.predictor_traces import BASIS_TOKENS, Trace
 from hsswap.bench.predictor_view import BLOCK, Bool, LayerView, best_groups, in_groups
@@ -32,7 +33,8 @@ class Codes(Plain):
     ``other``: the trace of another text to learn from instead. ``queries``: False learns from keys
     alone, as for a caller that shows no queries of the prompt. ``remembers``: False leaves out what
     attention shows of earlier predictions' errors. The first row tested remembers nothing.
-    ``stand_in``: False leaves what is left out without anything in its place.
+    ``stand_in``: what makes up for what is left out: learned from the prompt's last rows, or as
+    where there are none, from its first 1,024 tokens, or nothing.
     """
 
     def __init__(
@@ -42,37 +44,40 @@ class Codes(Plain):
         other: Trace | None = None,
         queries: bool = True,
         remembers: bool = True,
-        stand_in: bool = True,
+        stand_in: Literal["last rows", "first tokens", "none"] = "last rows",
     ) -> None:
         self.name = f"codes {RATIOS[ratio]}"
         self.name += ", learned from another kind of text" if other else ""
         self.name += "" if queries else ", no queries"
         self.name += "" if remembers else ", no memory"
-        if not stand_in:
+        if stand_in != "last rows":
             self.choice_of = self.name
-            self.name += ", no stand-in"
+            self.name += f", stand-in: {stand_in}"
         self.remembers = remembers
-        self._makes_up = stand_in
+        self._from = stand_in
         self._ratio, self._other, self._queries = ratio, other, queries
-        self._learned = ""
+        self._trace: Trace | None = None
         self.codecs: dict[int, list[HeadCodec]] = {}
         self._stand_ins: dict[int, list[StandIn]] = {}
+        self._k = 0
         self._shares = np.empty((0, 0, 0), np.float32)
         self._log_masses: list[F32] = []
 
     def learn(self, trace: Trace) -> None:
         """As of ``Selector``; a trace learned from already costs nothing."""
-        if self._learned == trace.name:
+        if self._trace is not None and self._trace.name == trace.name:
             return
-        self._learned = trace.name
+        self._trace = trace
         samples = samples_of(self._other or trace, with_queries=self._queries)
         codecs = calibrate(samples, self._ratio, trace.sizes.length)
         self.codecs = by_layer(codecs, trace)
-        self._stand_ins = by_layer(stand_ins(samples), trace)
+        if self._from == "first tokens":
+            self._stand_ins = by_layer(stand_ins(samples), trace)
         self.metadata_bytes = float(np.mean([codec.block_bytes(BLOCK) for codec in codecs]))
 
     def scores(self, view: LayerView, k: int) -> F32:
         """As of ``Selector``: predicted shares of the attention."""
+        self._k = k
         return self.scores_of_guess(view, view, k)
 
     def left_out(self, chosen: Bool, view: LayerView) -> F32:
@@ -85,13 +90,18 @@ class Codes(Plain):
 
     def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
         """As of ``Selector``."""
-        if not self._makes_up:
+        if self._from == "none":
             return out
         predicted = np.exp(np.stack(self._log_masses) - view.total_lse[..., None])
         rest = np.where(chosen[:, None], np.float32(0), predicted).sum(-1)
         held = np.where(chosen[:, None], view.query_mass(), np.float32(0)).sum(-1)
         held += np.exp(view.resident_lse - view.total_lse)
-        return made_up(out, rest / (rest + held), self._stand_ins[view.layer])
+        assert self._trace is not None
+        if self._from == "first tokens":
+            own = self._stand_ins[view.layer]
+        else:
+            own = taught(self._trace, view.layer, view.first, self.scores, self._k)
+        return made_up(out, rest / (rest + held), own)
 
     def scores_of_guess(self, guess: LayerView, view: LayerView, k: int) -> F32:
         """Shares for approximate queries, with what attention of the true ones showed before."""
@@ -212,23 +222,27 @@ class MadeUp(Plain):
         self.group_tokens = chooser.group_tokens
         self.remembers = chooser.remembers
         self._chooser = chooser
-        self._stand_ins: dict[int, list[StandIn]] = {}
+        self._trace: Trace | None = None
+        self._k = 0
 
     def learn(self, trace: Trace) -> None:
         """As of ``Selector``."""
         self._chooser.learn(trace)
         self.metadata_bytes = self._chooser.metadata_bytes
-        self._stand_ins = by_layer(stand_ins(samples_of(trace)), trace)
+        self._trace = trace
 
     def scores(self, view: LayerView, k: int) -> F32:
         """As of ``Selector``."""
+        self._k = k
         return self._chooser.scores(view, k)
 
     def made_up(self, view: LayerView, chosen: Bool, out: F32) -> F32:
         """As of ``Selector``."""
         rest = view.candidates() & ~chosen
         share: F32 = np.where(rest[:, None], view.query_mass(), np.float32(0)).sum(-1)
-        return made_up(out, share, self._stand_ins[view.layer])
+        assert self._trace is not None
+        own = taught(self._trace, view.layer, view.first, self._chooser.scores, self._k)
+        return made_up(out, share, own)
 
 
 class Projection(Plain):

@@ -95,5 +95,5 @@ def _reads_by_pool(axis: Any, report: Row) -> None:
 
 def _is_plain(method: str, family: str) -> bool:
     """Whether the row belongs to the family's curve: no special variant of it."""
-    special = ("learned", "no ", "own keys", "groups of", "softmax")
+    special = ("learned", "no ", "own keys", "groups of", "softmax", "stand-in")
     return method.startswith(family) and not any(word in method for word in special)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+import hsswap.bench.predictor_lessons
 import hsswap.bench.predictor_ours
 import hsswap.codec
+import hsswap.fitting
 import hsswap.predictor.calibration
 from hsswap.bench.predictor_certificate import certified_share
 from hsswap.bench.predictor_metrics import Figures, Truth
@@ -73,8 +75,8 @@ def methods(adapter: Trace, other: Trace) -> list[Method]:
         *wrong,
         Codes(1 / 32, queries=False),
         Codes(1 / 32, remembers=False),
-        Codes(1 / 32, stand_in=False),
-        Codes(1 / 16, stand_in=False),
+        *(Codes(ratio, stand_in="none") for ratio in (1 / 32, 1 / 16)),
+        *(Codes(ratio, stand_in="first tokens") for ratio in (1 / 32, 1 / 16)),
         Projection(8),
         Projection(32),
         KvSwap(8, adapter),
@@ -110,7 +112,9 @@ def selection_ks(one: Method) -> tuple[int, ...]:
 
 
 def _product_hash() -> str:
-    files = [Path(hsswap.codec.__file__), Path(hsswap.bench.predictor_ours.__file__)]
+    files = [Path(hsswap.codec.__file__), Path(hsswap.fitting.__file__)]
+    files += [Path(hsswap.bench.predictor_ours.__file__)]
+    files += [Path(hsswap.bench.predictor_lessons.__file__)]
     home = Path(hsswap.predictor.calibration.__file__).parent
     files += [
         home / f"{name}.py" for name in ("basis", "bits", "calibration", "quantiser", "stand_in")
@@ -139,14 +143,21 @@ class RowFile:
                     continue
                 self._made[found["key"]] = found["rows"]
 
+    def has(self, key: str) -> bool:
+        """Whether there are rows under ``key``."""
+        return key in self._made
+
+    def put(self, key: str, rows: Sequence[Row]) -> None:
+        """Keep finished rows."""
+        with self._path.open("a") as file:
+            # The newline comes first: the line before may have been cut off.
+            file.write("\n" + json.dumps({"key": key, "rows": list(rows)}) + "\n")
+        self._made[key] = list(rows)
+
     def rows(self, key: str, make: Callable[[], Sequence[Row]]) -> list[Row]:
         """Those kept under ``key``, or what ``make`` gives, which is then kept."""
         if key not in self._made:
-            rows = list(make())
-            with self._path.open("a") as file:
-                # The newline comes first: the line before may have been cut off.
-                file.write("\n" + json.dumps({"key": key, "rows": rows}) + "\n")
-            self._made[key] = rows
+            self.put(key, make())
         return self._made[key]
 
 

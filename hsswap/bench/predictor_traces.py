@@ -5,8 +5,8 @@ under a name made of everything it depends on: model, tokens, sizes, and the ver
 
     prompt                                  window (teacher-forced)
     0 ........ basis ............ length - window ............ length
-    queries kept                            queries, logits kept
-    keys and values kept throughout
+    queries kept                                queries, from 61 rows before it on
+    keys and values kept throughout         logits kept
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from hsswap.bench.predictor_contexts import Context
 from hsswap.bf16 import F32, U16
 from hsswap.commands.decoding import dims_of
 from hsswap.dims import ModelDims
+from hsswap.fitting import LESSON_SPAN
 from hsswap.models import Llama
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 BASIS_TOKENS = 1024
 """The first tokens, from which predictors may learn; never among those tested."""
 
@@ -73,7 +74,14 @@ class Trace:
 
     def queries(self, layer: int) -> U16:
         """Of the window ``[window, q_heads, head_dim]``."""
-        return np.asarray(self._file[f"queries{layer}"])
+        return np.asarray(self._file[f"queries{layer}"])[LESSON_SPAN:]
+
+    def lesson_queries(self, layer: int, first: int) -> U16:
+        """Of the last rows before position ``first`` ``[LESSON_SPAN, q_heads, head_dim]``, which is
+        in the window: the end of what is the prompt where rows from ``first`` on are tested.
+        """
+        at = first - (self.sizes.length - self.sizes.window)
+        return np.asarray(self._file[f"queries{layer}"])[at : at + LESSON_SPAN]
 
     def early_queries(self, layer: int) -> U16:
         """What the layer's weights make of the layer before's input ``[window, ...]``, layer 1 on.
@@ -98,7 +106,7 @@ class _Recorder:
         c = model.config
         self._dense = model.plain_attention(sizes.length)
         self._at = [0] * c.layers
-        self._start = sizes.length - sizes.window
+        self._start = sizes.length - sizes.window - LESSON_SPAN
         kv, q = (c.kv_heads, c.head_dim), (c.q_heads, c.head_dim)
         self.arrays: dict[str, NDArray[np.generic]] = {}
         for layer in range(c.layers):
@@ -106,7 +114,7 @@ class _Recorder:
                 ("keys", (sizes.length, *kv)),
                 ("values", (sizes.length, *kv)),
                 ("basis", (BASIS_TOKENS, *q)),
-                ("queries", (sizes.window, *q)),
+                ("queries", (LESSON_SPAN + sizes.window, *q)),
                 ("early", (sizes.window, *q)),
             ):
                 self.arrays[f"{name}{layer}"] = np.zeros(shape, np.uint16)
@@ -120,8 +128,10 @@ class _Recorder:
         if first < BASIS_TOKENS:
             kept = self.arrays[f"basis{layer}"][first:end]
             kept[...] = queries[: len(kept)]
-        if first >= self._start:
-            self.arrays[f"queries{layer}"][first - self._start : end - self._start] = queries
+        if end > self._start:
+            late = max(first, self._start)
+            kept = self.arrays[f"queries{layer}"][late - self._start : end - self._start]
+            kept[...] = queries[late - first :]
         return self._dense.attend(layer, queries, keys, values)
 
 

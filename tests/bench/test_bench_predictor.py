@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from hsswap.bench.predictor_contexts import (
 )
 from hsswap.bench.predictor_ours import Codes as CodesOf
 from hsswap.bench.predictor_plot import draw
-from hsswap.bench.predictor_rows import Method, selection_rows
+from hsswap.bench.predictor_rows import Method, Row, selection_rows
+from hsswap.bench.predictor_run import TABLES, Task, all_rows
 from hsswap.bench.predictor_selectors import KvSwap, Oracle
 from hsswap.bench.predictor_sparse import run_sparse
 from hsswap.bench.predictor_traces import Sizes, trace_of
@@ -33,6 +35,9 @@ from hsswap.models import Llama, Tokenizer, open_gguf
 from hsswap.rope import Rope
 from tests.models.test_gemma3 import TINY, write_gemma
 from tests.models.tiny_llama import WORDS, Tiny, tiny_weights, write_tiny
+
+# One for the whole process, which stays: no test that begins processes is to be charged with it.
+resource_tracker.ensure_running()
 
 
 class Letters:
@@ -138,6 +143,17 @@ class Codes(Letters):
         return [ord(letter) % len(WORDS) for letter in text]
 
 
+def close(rows: list[Row], others: list[Row]) -> bool:
+    """The same rows, but for the last digits of numbers."""
+    return [
+        {
+            name: pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ] == others
+
+
 def test_the_whole_command_on_a_tiny_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +170,35 @@ def test_the_whole_command_on_a_tiny_model(
     means = {row["method"]: row for row in report["means"] if row["k"] == 16}
     assert means["oracle"]["recall"] == means["oracle"]["mass"] == 1.0
     assert means["codes 1/32"]["metadata_bytes"] <= 32
-    assert means["codes 1/32, no stand-in"]["recall"] is None  # the choice is that of codes 1/32
-    assert means["codes 1/32, no stand-in"]["kl"] != means["codes 1/32"]["kl"]
+    assert means["codes 1/32, stand-in: none"]["recall"] is None  # the choice is that of codes 1/32
+    assert means["codes 1/32, stand-in: none"]["kl"] != means["codes 1/32"]["kl"]
     run = [row for row in report["means"] if row["kl"] is not None]
     assert all(row["kl"] >= 0 and row["kl_low"] < row["kl"] < row["kl_high"] for row in run)
     assert {row["context"] for row in report["left_out"]} == {"docs", "needles-a"}
+    # Rows that processes made side by side are the same, but for the last digits of BLAS.
+    apart = tmp_path / "apart.json"
+    own = ("--quick", "--model", str(model), "--jobs", "2", "--keep", str(tmp_path / "apart"))
+    tasks: list[Task] = []
+
+    def take(task: Task, *_: object) -> Row:
+        tasks.append(task)
+        return dict(report)
+
+    monkeypatch.setattr(predictor, "all_rows", take)
+    assert predictor.main(parse(*own, "--json", "--out", str(apart)), Interrupts()) == 0
+    monkeypatch.undo()
+    found = all_rows(tasks[0], Llama.from_gguf(open_gguf(model)), 2, "some", lambda _: None)
+    assert [close(found[name], report[name]) for name in TABLES] == [True] * len(TABLES)
+    # Begun within no time at all is nothing but what is kept already.
+    none = all_rows(tasks[0], Llama.from_gguf(open_gguf(model)), 1, "other", lambda _: None, 0)
+    assert not any(none[name] for name in TABLES)
+    assert len(none["not_run"]) == len(set(none["not_run"])) > 60
+    some = all_rows(tasks[0], Llama.from_gguf(open_gguf(model)), 2, "some", lambda _: None, 0)
+    assert some == found
+    assert not some["not_run"]
     # A second run has nothing to do, and prints the same.
+    monkeypatch.setattr(predictor, "QUICK", Sizes(length=1300, tested=8, window=16))
+    monkeypatch.setattr(Tokenizer, "from_gguf", lambda file: Codes())
     monkeypatch.setattr(Llama, "forward", None)
     assert predictor.main(parse(*asked), Interrupts()) == 0
     printed = capsys.readouterr().out

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hsswap.bench.predictor_certificate import certified_share
+from hsswap.bench.predictor_lessons import taught
 from hsswap.bench.predictor_ours import Codes, Projection, samples_of
 from hsswap.bench.predictor_rows import mask_of, view_of
 from hsswap.bench.predictor_selectors import Oracle, ResidentOnly
@@ -16,10 +17,12 @@ from hsswap.bench.predictor_traces import BASIS_TOKENS, Trace
 from hsswap.bench.predictor_view import BLOCK, LayerView, best_groups
 from hsswap.bf16 import F32, U16, from_float32, to_float32
 from hsswap.codec import HeadCodec, encode, log_mass, logits_of, shares
+from hsswap.fitting import LESSON_SPAN, LESSON_STEP, fitted, sums_of
 from hsswap.models import Llama, PlainAttention
 from hsswap.predictor.calibration import stand_ins
 from hsswap.predictor.stand_in import with_stand_in
 from tests.bench.predictor_rig import SIZES, distance, tiny_model, tiny_trace
+from tests.driver import oracle
 
 START = SIZES.length - SIZES.window
 
@@ -120,7 +123,7 @@ def test_memory_makes_attended_blocks_exact_in_the_end(trace: Trace) -> None:
 
 
 def test_a_stand_in_is_that_of_the_package_for_what_is_left_out(trace: Trace) -> None:
-    selector = Codes(1 / 16)
+    selector = Codes(1 / 16, stand_in="first tokens")
     selector.learn(trace)
     view = view_of(trace, 1, trace.queries(1))
     scores = selector.scores(view, 3)
@@ -138,7 +141,36 @@ def test_a_stand_in_is_that_of_the_package_for_what_is_left_out(trace: Trace) ->
         wanted = with_stand_in(out[head, :, row], left / (left + held), of_head[head])
         np.testing.assert_allclose(got[head, :, row], wanted, rtol=1e-3, atol=1e-4)
     assert np.abs(got - out).max() > 1e-3
-    assert (Codes(1 / 16, stand_in=False).made_up(view, chosen, out) == out).all()
+    assert (Codes(1 / 16, stand_in="none").made_up(view, chosen, out) == out).all()
+
+
+def test_a_prompts_last_rows_teach_by_their_own_choice(trace: Trace) -> None:
+    """Against loops over single rows; the choice of the oracle is that of float64 masses."""
+    stop, layer, k = SIZES.length - SIZES.tested, 1, 3
+    found = taught(trace, layer, stop, Oracle().scores, k)
+    keys, values = (
+        to_float32(part(layer)).astype(np.float64) for part in (trace.keys, trace.values)
+    )
+    queries = to_float32(trace.lesson_queries(layer, stop)).astype(np.float64)
+    cut = ((stop + 1) // 16 - 8) * 16
+    for head in range(2):
+        sums = np.zeros(())
+        for row in range(0, LESSON_SPAN, LESSON_STEP):
+            seen = stop - LESSON_SPAN + row + 1
+            logits = queries[row, 3 * head : 3 * head + 3] @ keys[:seen, head].T / 4
+            weight = np.exp(logits - logits.max(1, keepdims=True))
+            weight /= weight.sum(1, keepdims=True)
+            mass = {b: weight[:, 16 * b : 16 * b + 16].sum() for b in range(1, cut // 16)}
+            best = sorted(mass, key=lambda b: -mass[b])[:k]
+            blocks = [0, *best, *range(cut // 16, seen // 16 + 1)]
+            kept = [t for b in blocks for t in range(16 * b, min(16 * b + 16, seen))]
+            full, held = weight @ values[:seen, head], weight[:, kept].sum(1)
+            near = weight[:, kept] @ values[kept, head] / held[:, None]
+            sums = sums + sums_of(near[None], oracle.round_to_bf16(full)[None], 1 - held[None])
+        scale, value = fitted(np.asarray(sums))
+        np.testing.assert_allclose(found[head].scale, scale, rtol=2e-2, atol=2e-3)
+        np.testing.assert_allclose(found[head].value, value, rtol=2e-2, atol=2e-3)
+        assert np.abs(value).max() > 0.05
 
 
 def test_what_is_certified_holds(trace: Trace) -> None:

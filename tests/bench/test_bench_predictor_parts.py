@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hsswap.bench.predictor_metrics import Truth
 from hsswap.bench.predictor_pool import simulate
 from hsswap.bench.predictor_rows import Row, RowFile, view_of
+from hsswap.bench.predictor_run import Piece, begin_order
 from hsswap.bench.predictor_selectors import (
     ArkVale,
     ExactLogits,
@@ -207,6 +208,27 @@ def test_rows_are_made_once_and_survive_a_kill(tmp_path: Path) -> None:
     assert kept.rows("y", make) == [{"a": 2}]
     assert RowFile(path).rows("y", make) == [{"a": 2}]
     assert len(calls) == 2
+
+
+def test_pieces_are_begun_by_table_then_by_their_place_in_all_contexts() -> None:
+    made = [
+        Piece(table, context, f"{table} {context} {number}", list)
+        for context in ("docs", "code")
+        for table, count in (("end_to_end", 2), ("contexts", 1), ("selection", 2))
+        for number in range(count)
+    ]
+    assert [made[at].key for at in begin_order(made)] == [
+        "selection docs 0",
+        "selection code 0",
+        "selection docs 1",
+        "selection code 1",
+        "contexts docs 0",
+        "contexts code 0",
+        "end_to_end docs 0",
+        "end_to_end code 0",
+        "end_to_end docs 1",
+        "end_to_end code 1",
+    ]
 
 
 def test_means_are_of_the_standard_contexts() -> None:
