@@ -50,7 +50,7 @@ OFFLOADED_TOKENS = 32768
 more than 131,072 takes 34 GB of it, and as much again on its way.
 """
 
-TILE_TOKENS = 1024
+TILE_TOKENS = 4096
 STEPS = 64
 """Different queries; then they come again, when the unit cache has long dropped their blocks."""
 
