@@ -126,8 +126,8 @@ class DeviceArm(StoreArm):
     """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
 
     Where they go through host slots, of which there are twice ``depth``, a block is asked for when
-    another has come there. One gather at a time takes on all that has come; whether it is done is
-    looked at when more comes, and waited for only when slots are wanting.
+    another has come there. One gather at a time takes on half of ``depth`` or more; whether it is
+    done is looked at when more comes, and waited for only when slots are wanting.
     """
 
     def __init__(self, filled: FilledStore, depth: int, device: Device, *, direct: bool) -> None:
@@ -147,6 +147,7 @@ class DeviceArm(StoreArm):
         self._waits = False
         self._free: list[int] = []
         self._owed = 0  # blocks to ask for when there are slots again
+        self._least = depth // 2  # blocks of a gather, unless slots are wanting
 
     async def slice(self, seconds: float) -> Slice:
         """Work that long, then let what is in flight end."""
@@ -199,15 +200,16 @@ class DeviceArm(StoreArm):
             self._owed -= count
             self._in_flight += count
             self._ask(slots)
-        if self._here and self._gather is None:
+        here = sum(map(len, self._here))
+        gathering = len(self._gather[1]) if self._gather is not None else 0
+        wanting = self._owed > 0 or self._in_flight == here + gathering  # nothing else comes here
+        if here and self._gather is None and (wanting or here >= self._least):
             slots = np.concatenate(self._here)
             self._here.clear()
             self._gather = self._there.gather(slots), slots
-        if self._gather is not None and not self._waits:
-            waiting = sum(map(len, self._here)) + len(self._gather[1])
-            if self._owed or self._in_flight == waiting:  # nothing else would come back here
-                self._waits = True
-                self._gather[0].call_when_done(self._wake)
+        if self._gather is not None and wanting and not self._waits:
+            self._waits = True
+            self._gather[0].call_when_done(self._wake)
         if self._in_flight == 0 and not self._end.done():
             self._end.set_result(None)
 
