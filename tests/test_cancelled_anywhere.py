@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from tests.swap_watch import turns, within
-from tests.ways import WAYS, Way, ready
+from tests.ways import MIXED, WAYS, Way, ready
 
 AWAITED = [way for way in WAYS if not way.name.startswith(("try_", "fork"))]
 MOST_TURNS = 60
@@ -20,7 +20,7 @@ MOST_TURNS = 60
 
 async def cancelled_after(way: Way, count: int) -> bool:
     """One call cancelled after so many turns of the loop; whether it had ended before."""
-    async with ready(way) as bench:
+    async with ready(way, MIXED) as bench:
         ended = way.call(bench)
         assert ended is not None
         call = asyncio.ensure_future(ended)

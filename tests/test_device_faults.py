@@ -9,15 +9,16 @@ import pytest
 
 from hsswap import HsswapError
 from tests.device_seam import Refusal, refusing
+from tests.swap_cases import Case
 from tests.swap_watch import within
-from tests.ways import WAYS, Way, ready
+from tests.ways import MIXED, PLAIN, WAYS, Way, ready
 
 MOST_CALLS = 400
 
 
-async def once(way: Way, refusal: Refusal) -> None:
+async def once(way: Way, case: Case, refusal: Refusal) -> None:
     """One call with one refusal, on a swap of its own."""
-    async with ready(way) as bench:
+    async with ready(way, case) as bench:
         with refusing(refusal):
             try:
                 ended = way.call(bench)
@@ -27,17 +28,19 @@ async def once(way: Way, refusal: Refusal) -> None:
                 assert refusal.fired
 
 
-@pytest.mark.parametrize("more", [0, 60], ids=["one", "all behind it"])
+@pytest.mark.parametrize(
+    ("case", "more"), [(PLAIN, 0), (MIXED, 60)], ids=["one", "all behind it, E4M3"]
+)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 async def test_any_refusal_of_the_device(
-    way: Way, more: int, monkeypatch: pytest.MonkeyPatch
+    way: Way, case: Case, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hsswap.sequence_state.QUIET_PAUSE_S", 0)
     monkeypatch.setattr("hsswap.seed_state.QUIET_PAUSE_S", 0)
     for at in range(MOST_CALLS):
         refusal = Refusal(at, more)
         try:
-            await once(way, refusal)
+            await once(way, case, refusal)
         except BaseException as error:
             raise AssertionError(f"call {at} refused: {error!r}") from error
         if not refusal.fired:

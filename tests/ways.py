@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsswap import HighSpeedSwap, HsswapError, ModelDims, Sequence, SwapConfig, TopK
+from hsswap import HighSpeedSwap, HsswapError, LayerGroup, ModelDims, Sequence, SwapConfig, TopK
 from hsswap.driver.base import Device
 from hsswap.driver.host import HostDevice
 from hsswap.io.waiting import to_the_end
@@ -25,8 +25,15 @@ from tests.branches import alone
 from tests.swap_cases import U16, Case, config_for, random_case
 from tests.swap_watch import Linked, turns, watched, within
 
-DIMS = ModelDims.uniform(layers=2, q_heads=2, kv_heads=1, head_dim=8)
-CASE = random_case(DIMS, 420, seed=61)
+PLAIN = random_case(ModelDims.uniform(layers=2, q_heads=2, kv_heads=1, head_dim=8), 420, seed=61)
+MIXED = random_case(
+    ModelDims(
+        (LayerGroup(2, 2, 1, 8, kv_dtype="e4m3"), LayerGroup(1, 2, 1, 8, 16, window=200)),
+    ),
+    420,
+    seed=62,
+)
+"""Two layers of E4M3, and one with a window in slots of its own."""
 START = 328
 """Tokens before the fault: 20 full blocks and half of one."""
 TOP_K = TopK(2)
@@ -38,36 +45,37 @@ class Bench:
     """A swap with one sequence that a call may break, and ``other``, which it must not."""
 
     swap: HighSpeedSwap
+    case: Case
     sequence: Sequence
     other: Sequence
     made: list[Sequence] = field(default_factory=list)
 
     async def grow(self, stop: int) -> None:
         """Append to every layer up to ``stop`` tokens, whatever there is already."""
-        for layer in range(DIMS.layers):
+        for layer in range(self.case.dims.layers):
             start = self.sequence.layer_length(layer)
-            keys, values = CASE.keys[layer][start:stop], CASE.values[layer][start:stop]
+            keys, values = self.case.keys[layer][start:stop], self.case.values[layer][start:stop]
             if len(keys):
                 await self.sequence.append(layer, keys, values)
 
     def try_grow(self, stop: int) -> None:
-        for layer in range(DIMS.layers):
+        for layer in range(self.case.dims.layers):
             start = self.sequence.layer_length(layer)
-            keys, values = CASE.keys[layer][start:stop], CASE.values[layer][start:stop]
+            keys, values = self.case.keys[layer][start:stop], self.case.values[layer][start:stop]
             assert self.sequence.try_append(layer, keys, values)
 
     def try_truncate(self, length: int) -> None:
         assert self.sequence.try_truncate(length)
 
     async def ask(self, rows: int, exact: bool | None = None) -> None:
-        for layer in range(DIMS.layers):
+        for layer in range(self.case.dims.layers):
             part = slice(START - rows, START)
-            result = await self.sequence.attend(layer, CASE.queries[layer][part], exact=exact)
+            result = await self.sequence.attend(layer, self.case.queries[layer][part], exact=exact)
             await result.done()
 
     async def batch(self) -> None:
         out = np.full((2, 2, 8), NAN, np.uint16)
-        rows = CASE.queries[0][[START - 1, 99]]
+        rows = self.case.queries[0][[START - 1, 99]]
         for result in await self.swap.attend_batch(0, [self.sequence, self.other], rows, out):
             await result.done()
 
@@ -78,8 +86,8 @@ class Bench:
         async with self.sequence.captured(40, rows=13) as steps:
             for start in range(START, length, 13):
                 part = slice(start, start + 13)
-                for layer in range(DIMS.layers):
-                    steps.append(layer, CASE.keys[layer][part], CASE.values[layer][part])
+                for layer in range(self.case.dims.layers):
+                    steps.append(layer, self.case.keys[layer][part], self.case.values[layer][part])
                 steps.advance(13)
                 if settles:
                     steps.stream.synchronize()
@@ -94,13 +102,13 @@ class Bench:
                 await self.swap.offload_block(
                     layer=0,
                     block=block,
-                    k_block_host=CASE.keys[0][part],
-                    v_block_host=CASE.values[0][part],
+                    k_block_host=self.case.keys[0][part],
+                    v_block_host=self.case.values[0][part],
                     valid_tokens=16 if number < 2 else 5,
                 )
             out = np.full((2, 8), NAN, np.uint16)
             result = await self.swap.attend_layer(
-                layer=0, seq_block_ids=ids, q_dev=CASE.queries[0][0], output_dev=out
+                layer=0, seq_block_ids=ids, q_dev=self.case.queries[0][0], output_dev=out
             )
             await result.done()
         finally:
@@ -113,8 +121,8 @@ class Bench:
                 await self.swap.offload_block(
                     layer=0,
                     block=block,
-                    k_block_host=CASE.keys[0][start : start + 16],
-                    v_block_host=CASE.values[0][start : start + 16],
+                    k_block_host=self.case.keys[0][start : start + 16],
+                    v_block_host=self.case.values[0][start : start + 16],
                     valid_tokens=16 if start < 80 else 5,
                 )
         finally:
@@ -171,7 +179,7 @@ WAYS = [
     Way("captured, blocks final", lambda b: b.capture(START + 39, settles=True)),
     Way("captured, top-k", lambda b: b.capture(START), TOP_K),
     Way("captured, evicted", lambda b: b.capture(START), evicted=True),
-    Way("look_ahead", lambda b: b.sequence.look_ahead(0, CASE.queries[0][:1]), TOP_K),
+    Way("look_ahead", lambda b: b.sequence.look_ahead(0, b.case.queries[0][:1]), TOP_K),
     Way("reserve", lambda b: b.sequence.reserve(60)),
     Way("commit and open", lambda b: b.reopen()),
     Way("commit and open, top-k", lambda b: b.reopen(), TOP_K),
@@ -182,24 +190,24 @@ WAYS = [
 ]
 
 
-def config_of(way: Way) -> SwapConfig:
+def config_of(case: Case) -> SwapConfig:
     """Some blocks stay in device slots, all fit the host tier."""
-    more = 8 + 4 * DIMS.layers * TOP_K.cache_blocks(16)
-    return config_for(CASE, sequences=4, extra_device=more, extra_host=120)
+    more = 8 + 4 * case.dims.layers * TOP_K.cache_blocks(16)
+    return config_for(case, sequences=4, extra_device=more, extra_host=120)
 
 
-RIGHT: dict[str, list[U16]] = {}
+RIGHT: dict[int, list[U16]] = {}
 
 
-async def right() -> list[U16]:
-    """All answers of the case, alone."""
-    if "all" not in RIGHT:
-        RIGHT["all"] = await alone(CASE, list(range(CASE.tokens)))
-    return RIGHT["all"]
+async def right(case: Case) -> list[U16]:
+    """All answers of a case, alone."""
+    if id(case) not in RIGHT:
+        RIGHT[id(case)] = await alone(case, list(range(case.tokens)))
+    return RIGHT[id(case)]
 
 
 async def fill(sequence: Sequence, case: Case, stop: int) -> None:
-    for layer in range(DIMS.layers):
+    for layer in range(case.dims.layers):
         await sequence.append(layer, case.keys[layer][:stop], case.values[layer][:stop])
 
 
@@ -215,40 +223,40 @@ async def evict(swap: HighSpeedSwap) -> None:
             tier.discard(np.flatnonzero((tier.state == 2) & (tier.leases == 0)).astype(np.int32))
 
 
-async def check_answers(sequence: Sequence, rows: int = 3) -> None:
+async def check_answers(case: Case, sequence: Sequence, rows: int = 3) -> None:
     """The last rows of every layer are as they must be, exactly."""
-    wanted = await right()
-    for layer in range(DIMS.layers):
+    wanted = await right(case)
+    for layer in range(case.dims.layers):
         end = sequence.layer_length(layer)
         part = slice(max(0, end - rows), end)
         if end:
-            result = await sequence.attend(layer, CASE.queries[layer][part], exact=True)
+            result = await sequence.attend(layer, case.queries[layer][part], exact=True)
             await result.done()
             assert (np.asarray(result.out) == wanted[layer][part]).all(), f"layer {layer} at {end}"
 
 
 async def check_afterwards(bench: Bench) -> None:
     """The sequence works on, after a truncate if it says so, or says that it can only be closed."""
-    sequence = bench.sequence
+    case, sequence = bench.case, bench.sequence
     if sequence.closed:
         return
     try:
-        await check_answers(sequence)
+        await check_answers(case, sequence)
     except HsswapError as error:
         if "truncate again" in str(error):
             assert sequence._cut_to is not None
             await sequence.truncate(sequence._cut_to)
         else:
-            await check_broken(sequence)
+            await check_broken(case, sequence)
             return
-    await check_answers(sequence)
-    await bench.grow(min(CASE.tokens, sequence.length + 40))
-    await check_answers(sequence)
+    await check_answers(case, sequence)
+    await bench.grow(min(case.tokens, sequence.length + 40))
+    await check_answers(case, sequence)
 
 
-async def check_broken(sequence: Sequence) -> None:
+async def check_broken(case: Case, sequence: Sequence) -> None:
     """Every call says what can be done."""
-    for call in (lambda: sequence.attend(0, CASE.queries[0][:1]), lambda: sequence.reserve(1)):
+    for call in (lambda: sequence.attend(0, case.queries[0][:1]), lambda: sequence.reserve(1)):
         with pytest.raises(HsswapError, match="close it"):
             await call()
     with pytest.raises(HsswapError, match="close it"):
@@ -256,12 +264,12 @@ async def check_broken(sequence: Sequence) -> None:
 
 
 @asynccontextmanager
-async def ready(way: Way) -> AsyncIterator[Bench]:
+async def ready(way: Way, case: Case) -> AsyncIterator[Bench]:
     """A swap of its own, filled, for one call; all that must hold is checked at the end."""
-    async with watched(config_of(way), device=way.device()) as swap:
-        bench = Bench(swap, swap.sequence(top_k=way.top_k), swap.sequence())
-        await fill(bench.sequence, CASE, START)
-        await fill(bench.other, CASE, 100)
+    async with watched(config_of(case), device=way.device()) as swap:
+        bench = Bench(swap, case, swap.sequence(top_k=way.top_k), swap.sequence())
+        await fill(bench.sequence, case, START)
+        await fill(bench.other, case, 100)
         await swap.flush()
         if way.top_k is not None:
             await bench.ask(1)
@@ -271,8 +279,8 @@ async def ready(way: Way) -> AsyncIterator[Bench]:
             await evict(swap)
         yield bench
         await within(lambda: check_afterwards(bench))
-        await within(lambda: check_answers(bench.other))
+        await within(lambda: check_answers(case, bench.other))
         for sequence in [*bench.made, bench.sequence]:
             await within(sequence.close)
         await within(swap.flush)
-        await within(lambda: check_answers(bench.other))
+        await within(lambda: check_answers(case, bench.other))
