@@ -46,6 +46,7 @@ FAMILIES: dict[str, list[str]] = {
     "codes": ["test_codes.py", "test_f16.py", "-k", "codes or scores or lists or blocks or rows"],
     "select": ["test_select.py", "test_trim.py", "test_cuda_operations.py"],
     "top-k": ["test_top_k_step.py", "test_left_out.py"],
+    "learn": ["test_learn.py"],
     "decode": ["test_cuda_attention.py", "-k", "decode or lists or same_launch or logsumexps"],
     "tile": ["test_cuda_attention.py", "test_sinks.py", "-k", "short or leaf or spans or sink"],
     "wide": ["test_cuda_attention.py", "-k", "long or ragged or alone or infinite"],
