@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hsswap.fitting import RIDGE, fitted, sums_of
+from hsswap.fitting import RIDGE, TRUST, fitted, sums_of
 
 ROWS, HEADS, DIMS = 11, 3, 5
 
@@ -41,10 +41,10 @@ def test_it_is_the_least_squares_fit_of_all_that_was_added_up() -> None:
     scale, value = fitted(np.asarray(sums))
     for q in range(HEADS):
         wanted = slowly(near, full, share, q)
-        assert scale[q] == pytest.approx(wanted[0], rel=1e-9)
-        np.testing.assert_allclose(value[q], wanted[1:], rtol=1e-9)
-    assert -0.6 < scale.mean() < -0.2
-    assert np.abs(value - np.arange(15).reshape(3, 5) / 4).max() < 0.3
+        assert scale[q] == pytest.approx(TRUST * wanted[0], rel=1e-9)
+        np.testing.assert_allclose(value[q], TRUST * wanted[1:], rtol=1e-9)
+    assert -0.6 < scale.mean() / TRUST < -0.2
+    assert np.abs(value / TRUST - np.arange(15).reshape(3, 5) / 4).max() < 0.3
 
 
 def test_what_teaches_nothing_leaves_zeros_and_changes_no_sum() -> None:

@@ -42,11 +42,6 @@ RECENT_TOKENS = 128
 LEAST_TOKENS = 512
 """Fewer leave too little out to learn from. Queries of the second half are used."""
 
-TRUST = 0.5
-"""Of what is learned, what is used: it comes from one passage and serves others. KL over four texts
-that are in no table, at 1/16: 0.0199 without, 0.0152 with a half, 0.0158 with 0.7; 1 made it worse
-where the passage was of another kind than the rest (0.0253; 0.0195 without)."""
-
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
@@ -90,7 +85,7 @@ def stand_in_of(
     held = kept.sum(-1)
     near = (kept @ values) / held[..., None]
     scale, value = fitted(sums_of(near, full, 1 - held))
-    return StandIn((TRUST * scale).astype(np.float32), (TRUST * value).astype(np.float32))
+    return StandIn(scale.astype(np.float32), value.astype(np.float32))
 
 
 def _weights(keys: F64, queries: F64, at: NDArray[np.int64], logit_scale: float) -> F64:

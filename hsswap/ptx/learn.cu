@@ -7,6 +7,7 @@
 #define LEARN_WARPS 8
 #define LEARN_THREADS (32 * LEARN_WARPS)  // a dim each: value_dim is 256 at most
 #define RIDGE 0.05f
+#define TRUST 0.5f
 #define TINY 1.17549435e-38f
 
 // Mirrors hsswap/driver/cuda_attention.py.
@@ -79,12 +80,12 @@ extern "C" __global__ void __launch_bounds__(LEARN_THREADS) learn(const __grid_c
   if (is_dim) {
     near_sums[d] = near_sum;
     lacking_sums[d] = lacking_sum;
-    p.value[(i64)q * p.value_dim + d] = (lacking_sum - scale * near_sum) / many;
+    p.value[(i64)q * p.value_dim + d] = TRUST * (lacking_sum - scale * near_sum) / many;
   }
   if (d == 0) {
     sums[0] = ones;
     dots[0] = square;
     dots[1] = product;
-    p.scale[q] = scale;
+    p.scale[q] = TRUST * scale;
   }
 }

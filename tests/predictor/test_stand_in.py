@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsswap.fitting import RIDGE
+from hsswap.fitting import RIDGE, TRUST
 from hsswap.predictor.calibration import HeadSamples, stand_ins
-from hsswap.predictor.stand_in import TRUST, StandIn, stand_in_of, with_stand_in
+from hsswap.predictor.stand_in import StandIn, stand_in_of, with_stand_in
 from hsswap.rope import F64
 
 SCALE = 0.3
