@@ -54,17 +54,19 @@ def _made_up(out: F32, lse: F32, left_out: LeftOut) -> F32:
 
 
 def learn(work: LearnWork, scratch: Scratch) -> None:
-    """Add sums over the rows, and fit."""
+    """Add sums over the rows, and fit. A row with what is no number teaches nothing."""
     maximum: F32 = work.state.maximum.array()[:, 0]
     total: F32 = work.state.total.array()[:, 0]
     weighted: F32 = work.state.weighted.array()[:, 0]
     saw = total > 0
     near = np.where(saw[..., None], weighted, 0) / np.where(saw, total, 1)[..., None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = 1 - np.exp(maximum + np.log(total) - work.full_lse.array())
-    share = np.where(saw, np.maximum(share, 0), 0)
-    full = np.where(saw[..., None], widen(work.full.array(), work.full.dtype), 0)
-    more = sums_of(near, full, share)
+    full = widen(work.full.array(), work.full.dtype)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        share = np.maximum(1 - np.exp(maximum + np.log(total) - work.full_lse.array()), 0)
+        known = saw & np.isfinite(share)
+        known &= np.isfinite(np.square(near).sum(-1)) & np.isfinite(np.square(full).sum(-1))
+    near, full = (np.where(known[..., None], part, np.float32(0)) for part in (near, full))
+    more = sums_of(near, full, np.where(known, share, np.float32(0)))
     sums = work.sums.array()
     sums[...] = more if work.begin else sums + more
     work.scale.array()[...], work.value.array()[...] = fitted(sums)

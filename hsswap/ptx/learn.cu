@@ -9,6 +9,7 @@
 #define RIDGE 0.05f
 #define TRUST 0.5f
 #define TINY 1.17549435e-38f
+#define LARGEST 3.40282347e38f
 
 // Mirrors hsswap/driver/cuda_attention.py.
 struct LearnParams {
@@ -46,11 +47,11 @@ extern "C" __global__ void __launch_bounds__(LEARN_THREADS) learn(const __grid_c
   for (int n = 0; n < p.rows; n++) {
     const i64 row = (i64)n * p.q_heads + q;
     const float total = p.total[row];
-    if (total == 0.f) continue;  // it saw nothing of the choice: the same for every thread
+    if (!(total > 0.f)) continue;  // it saw nothing of the choice, or what is no number: the same for every thread
     const float full = is_dim ? half_to_float(p.full[n * p.full_stride[0] + q * p.full_stride[1] + d]) : 0.f;
     const float near = is_dim ? __fdiv_rn(p.weighted[row * p.value_dim + d], total) : 0.f;
-    const float size = sqrtf(block_sum(full * full, shared));
-    if (size == 0.f) continue;
+    const float size = sqrtf(block_sum(full * full, shared)), near_square = block_sum(near * near, shared);
+    if (!(size > 0.f && size <= LARGEST && near_square <= LARGEST)) continue;  // NaN is none of these
     const float share = fmaxf(0.f, 1.f - expf(lse_of(p.maximum[row], total) - p.full_lse[n * p.lse_stride + q]));
     const float weight = share / size, x = weight * near, y = (full - near) / size;
     ones += weight * weight;

@@ -97,6 +97,44 @@ def test_rows_that_saw_nothing_or_lack_nothing_teach_nothing(rig: Rig) -> None:
     assert not learn.scale.array().any()
 
 
+ODD = [("total", np.nan), ("full_lse", np.nan)]
+ODD += [(name, odd) for name in ("full", "weighted") for odd in (np.nan, np.inf, -np.inf, 3e38)]
+
+
+@pytest.mark.parametrize(("name", "odd"), ODD)
+def test_a_row_that_is_no_number_teaches_nothing(rig: Rig, name: str, odd: float) -> None:
+    """The others teach what they teach without it."""
+    learn, rows = lesson(rig, GROUPS[0], 9)
+    rig.device.attend(rig.stream, rows)
+    rig.stream.synchronize()
+    state, row = rows.state, 2
+
+    def without(tensor: Tensor) -> Tensor:
+        return rig.tensor(np.delete(tensor.array(), row, 0))
+
+    def empty(tensor: Tensor) -> Tensor:
+        return rig.tensor(np.full(tensor.shape, np.nan, np.float32))
+
+    wanted = replace(
+        learn,
+        state=AttentionState(*map(without, (state.maximum, state.total, state.weighted))),
+        full=without(learn.full),
+        full_lse=without(learn.full_lse),
+        sums=empty(learn.sums),
+        scale=empty(learn.scale),
+        value=empty(learn.value),
+    )
+    codes = narrow(np.full(learn.full.shape[1:], odd, np.float32), learn.full.dtype)
+    tensor = getattr(state if name in ("total", "weighted") else learn, name)
+    tensor.array()[row] = codes if name == "full" else odd
+    rig.device.learn(rig.stream, learn)
+    rig.device.learn(rig.stream, wanted)
+    rig.stream.synchronize()
+    for part in ("sums", "scale", "value"):
+        got, same = getattr(learn, part).array(), getattr(wanted, part).array()
+        np.testing.assert_allclose(got, same, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["full", "full_lse", "sums", "scale", "value"])
 def test_other_shapes_are_refused(rig: Rig, name: str) -> None:
     learn, _ = lesson(rig, GROUPS[0], 8)
