@@ -95,6 +95,9 @@ def print_tables(report: Row, people: TextIO) -> None:
             f"KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
         )
 
+    if report["not_run"]:
+        say(f"\n{len(report['not_run'])} pieces were not begun within --limit")
+
 
 def _cell(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
