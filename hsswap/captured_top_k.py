@@ -47,7 +47,7 @@ class CapturedTopK(CapturedLayer):
         self._pinned = ranked.pinned(held.first)
         self._predictor = predictor
         index = predictor.code_index(cache.layer, indices)
-        index[: cache.first_visible(1) // cache.pool.block_size] = -1
+        predictor.hide(index, cache.first_visible(1) // cache.pool.block_size)
         group, heads, count = cache.pool.group, cache.pool.group.kv_heads, ranked.chosen_count
         tail = np.arange(held.first, held.end, dtype=np.int32)
         listed = np.zeros((1, heads, count + len(tail)), np.int32)

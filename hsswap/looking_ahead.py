@@ -168,7 +168,7 @@ def _enqueue(
         device.copy_words(stream, CopyWork(words_of(source), words_of(target)))
     remembered, choice = tensors["remembered"], glance.choice
     index = predictor.code_index(ranked.cache.layer, full)
-    index[: ranked.cache.first_visible(1) // ranked.cache.pool.block_size] = -1
+    predictor.hide(index, ranked.cache.first_visible(1) // ranked.cache.pool.block_size)
     request = ScoreRequest(
         queries=query,
         code_index=index,

@@ -150,7 +150,7 @@ class TopKLayer:
         found = predictor.code_index(self.cache.layer, indices[start:])
         index = self._on_host["index"].array()
         index[start : len(indices)] = found
-        index[: self.cache.first_visible(1) // self.cache.pool.block_size] = -1
+        predictor.hide(index, self.cache.first_visible(1) // self.cache.pool.block_size)
         unknown = np.flatnonzero(found < 0)
         self._coded = start + (int(unknown[0]) if len(unknown) else len(found))
         return first_of(self._on_host["index"], (len(indices),))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hsswap import HighSpeedSwap, ModelDims, SwapConfig, TopK
+from hsswap import HighSpeedSwap, LayerGroup, ModelDims, SwapConfig, TopK
 from hsswap.bf16 import from_float32, to_float32
 from hsswap.config import PredictorConfig
 from hsswap.errors import ArgumentError, BlockIOError, ConfigError
@@ -65,6 +66,40 @@ def check_row(
         )
         error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
         assert error <= wanted.tolerance()
+
+
+@pytest.mark.parametrize("window", [40, 500])
+async def test_a_window_with_the_projection(window: int) -> None:
+    """By a call, behind a look ahead, and captured: no more than the window, and no error."""
+    group = LayerGroup(1, 4, 2, 32, window=window)
+    case = random_case(ModelDims((group,)), TOKENS, seed=32)
+    settings = replace(config(), dims=case.dims)
+    async with (
+        HighSpeedSwap.open(settings, io=MemoryIO()) as swap,
+        swap.sequence(top_k=TOP_K) as sequence,
+    ):
+        await sequence.append(0, case.keys[0][:1000], case.values[0][:1000])
+        row = case.queries[0][999:1000]
+        assert await sequence.look_ahead(0, row) >= 0
+        result = await sequence.attend(0, row)
+        await result.done()
+        out = np.asarray(result.out)
+        assert result.chosen is not None
+        for head, chosen in enumerate(result.chosen):
+            blocks = [*chosen[chosen >= 0].tolist(), 62]
+            tokens = np.concatenate([np.arange(b * 16, min(b * 16 + 16, 1000)) for b in blocks])
+            tokens, part = tokens[tokens >= 1000 - window], slice(head * 2, head * 2 + 2)
+            keys, values = (x[0][tokens][:, head : head + 1] for x in (case.keys, case.values))
+            heads = oracle.Heads(2, group.logit_scale)
+            wanted = oracle.attend(row[:, part], keys, values, len(tokens), heads)
+            error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
+            assert error <= wanted.tolerance()
+        async with sequence.captured(1) as steps:
+            steps.append(0, case.keys[0][1000:1001], case.values[0][1000:1001])
+            captured = np.full((1, 4, 32), 0x7FC0, np.uint16)
+            steps.attend(0, case.queries[0][1000:1001], captured)
+            await asyncio.to_thread(steps.stream.synchronize)
+        assert np.isfinite(to_float32(captured)).all()
 
 
 async def test_attention_over_the_chosen_blocks_is_exact(case: Case) -> None:

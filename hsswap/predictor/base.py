@@ -74,6 +74,13 @@ class Predictor(ABC):
         """Where the codes of blocks of block indices ``[B]`` are, -1 for blocks that have none."""
         return np.where(self._coded[layer, indices], indices, -1).astype(np.int32)
 
+    def hide(self, index: I32, blocks: int) -> None:
+        """Do not rank the first blocks of such an index, which a window does not reach. The
+        projection scores every block that it is given.
+        """
+        if self.remembers:
+            index[:blocks] = -1
+
     @abstractmethod
     def score_work(self, layer: int, request: ScoreRequest) -> ScoreWork | ScoreCodesWork:
         """Work that scores blocks."""
