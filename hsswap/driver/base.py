@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -168,6 +168,15 @@ class Stream(Closeable):
         of operations: on an event loop use a thread (``asyncio.to_thread``). An exception in the
         block closes the graph.
         """
+
+    def take_captured(self) -> ExitStack:
+        """What graphs read at each launch that a caller captured from the raw handle; to be closed
+        when they are gone.
+
+        For who captures again and again: otherwise it stays until the device closes, and a handle
+        has so many. Raises CaptureError during a capture.
+        """
+        return ExitStack()  # not every device has raw handles
 
     @abstractmethod
     def record(self) -> Event:

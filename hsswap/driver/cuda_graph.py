@@ -76,6 +76,11 @@ class CaptureMemory:
     def _allocate(self, nbytes: int) -> DeviceBuffer:
         return DeviceBuffer(self._context, nbytes, lambda _: None)
 
+    def free(self) -> None:
+        """Close it, from any thread in any mode."""
+        with self._context, self._context.relaxed():
+            self.close()
+
     def close(self) -> None:
         """Free it; the driver waits for what is in flight. Twice is fine."""
         for buffer in (*self._lists, *self._workspaces):
@@ -199,15 +204,26 @@ class Captures:
         self.memory = self._memory_for_caller() if self._graph is None else self._graph.memory
         return True
 
+    def of_callers(self) -> list[int]:
+        """Numbers of the callers' captures whose memory is here."""
+        return list(self._of_caller)
+
+    def take(self, numbers: list[int]) -> list[CaptureMemory]:
+        """The memory of callers' captures, which have ended; it is the taker's to close."""
+        known = (self._of_caller.pop(number, None) for number in numbers)
+        return [memory for memory in known if memory is not None]
+
     def _memory_for_caller(self) -> CaptureMemory:
-        """It stays until the stream closes, since nobody says when the caller's graph is gone."""
+        """It stays until it is taken or the stream closes: nobody says when the caller's graph is
+        gone.
+        """
         what = f"{self._context.name}: cuStreamGetCaptureInfo"
         number = int(checked(self._context.driver.cuStreamGetCaptureInfo(self._handle), what)[1])
         if number not in self._of_caller:
             if len(self._of_caller) >= MOST_CAPTURES:
                 raise CaptureError(
                     f"{MOST_CAPTURES} graphs were captured on stream {self._handle}, and what they "
-                    "read is kept; capture on a new stream, or by Stream.capture and close graphs"
+                    "read is kept; take it with Stream.take_captured, and close it with the graph"
                 )
             self._of_caller[number] = CaptureMemory(self._context)
         return self._of_caller[number]

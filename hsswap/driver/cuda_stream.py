@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Shared:
     events: EventPool
     waiter: Waiter
     graphs: weakref.WeakSet[CudaGraph] = field(default_factory=weakref.WeakSet)
+    captures: weakref.WeakSet[Captures] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class StreamState:
         self._rings = [UploadRing(shared.context, RING_BYTES)]
         self._kept: dict[str, _Kept] = {}
         self.captures = Captures(shared.context, handle)
+        shared.captures.add(self.captures)
         self._workspaces = [self._new_workspace(WORKSPACE_BYTES)]
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.wakes = checked(driver.cuStreamCreate(flags), f"{name}: cuStreamCreate")
@@ -301,6 +303,18 @@ class CudaStream(Stream):
         except BaseException:
             graph.close()
             raise
+
+    def take_captured(self) -> ExitStack:
+        """See :class:`Stream`; of all handles that took part in the captures."""
+        self._check_open()
+        state, taken = self.state, ExitStack()
+        with state.lock, state.shared.context:
+            state.captures.refuse("what graphs read is taken")
+            numbers = state.captures.of_callers()
+        for captures in list(state.shared.captures):
+            for memory in captures.take(numbers):
+                taken.callback(memory.free)
+        return taken
 
     def record(self) -> Event:
         """An event behind everything enqueued so far."""

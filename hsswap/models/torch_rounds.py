@@ -8,7 +8,7 @@ K + 1) gives a row of it the bits of a plain step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,8 @@ class TorchRows:
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph:
         """See :class:`hsswap.rounds.RowsModel`."""
         with self._on_torch_stream():
-            return TorchGraph(captured(enqueue, keep=True), self._torch_stream)
+            graph = captured(enqueue, keep=True)
+        return TorchGraph(graph, self._torch_stream, stream.take_captured())
 
     def _on_torch_stream(self) -> AbstractContextManager[Any]:
         if self._torch_stream is None:
@@ -125,10 +126,12 @@ class RowsAttention:
 
 
 class TorchGraph(Graph):
-    """A CUDA graph that torch captured, so that torch's memory in it is its own."""
+    """A CUDA graph that torch captured, so that torch's memory in it is its own. ``reads``: what is
+    closed with it.
+    """
 
-    def __init__(self, graph: Any, torch_stream: Any) -> None:
-        self._graph, self._torch_stream = graph, torch_stream
+    def __init__(self, graph: Any, torch_stream: Any, reads: ExitStack) -> None:
+        self._graph, self._torch_stream, self._reads = graph, torch_stream, reads
 
     @property
     def raw(self) -> int:
@@ -148,3 +151,4 @@ class TorchGraph(Graph):
     def close(self) -> None:
         """Free the graph and its memory. Twice is fine."""
         self._graph = None
+        self._reads.close()

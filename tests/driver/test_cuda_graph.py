@@ -72,6 +72,32 @@ def test_graphs_of_the_callers_are_limited(
         state.captures.look()
 
 
+def test_what_graphs_of_the_callers_read_is_taken(
+    context: FakeContext, state: StreamState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all handles of a capture, and of no other; then it counts no more."""
+    monkeypatch.setattr(cuda_graph, "MOST_CAPTURES", 2)
+    side = StreamState(state.shared, state.handle + 1, owned=False)
+    stream = stream_of(state)
+    for number in range(1, 9):
+        context.driver.capturing = number
+        for each in (state, side) if number % 2 else (state,):
+            assert each.captures.look()
+            each.workspace(100)
+        with pytest.raises(CaptureError, match="is being captured"):
+            stream.take_captured()
+        context.driver.capturing = 0
+        with stream.take_captured():
+            assert not state.captures.of_callers()
+            assert not side.captures.of_callers()
+    context.driver.capturing = 9
+    assert side.captures.look()
+    context.driver.capturing = 0
+    stream.take_captured().close()
+    assert side.captures.of_callers() == [9]
+    side.close()
+
+
 def test_a_graph_of_ours(context: FakeContext, state: StreamState) -> None:
     class Work:
         """A record."""

@@ -13,6 +13,7 @@ import pytest
 
 from hsswap import HighSpeedSwap, Sequence, SwapConfig
 from hsswap.commands.decoding import dims_of
+from hsswap.driver import cuda_graph
 from hsswap.models import open_gguf
 from hsswap.rounds import (
     Burst,
@@ -87,6 +88,7 @@ class Case:
     drafter: str
     captured: bool = True
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
+    session: int = 512
 
     def config(self, model: TorchLlama) -> SwapConfig:
         """Tiers of two tiles and a little more."""
@@ -123,7 +125,10 @@ async def run(path: Path, case: Case) -> list[Burst]:
         stream = swap.device.stream(torch_stream.cuda_stream)
         rows = TorchRows(model, torch_stream)
         target = StepsTarget(
-            *(swap.device, stream, sequences, rows), k=case.k, vocab_size=model.config.vocab_size
+            *(swap.device, stream, sequences, rows),
+            k=case.k,
+            vocab_size=model.config.vocab_size,
+            session_tokens=case.session,
         )
         with StepsEarlyExit(swap.device, target, rows, layers=1) as early:
             drafter: Drafter = early if case.drafter == "early" else NgramDrafter(swap.device)
@@ -170,3 +175,11 @@ async def test_blocks_only_on_disk_make_rounds_single(
     bursts = await run(tiny, Case(3, 4, drafter, prompts=prompts))
     assert {burst.rounds for burst in bursts} == {1}
     assert "host_slots" in bursts[0].why
+
+
+async def test_graphs_that_are_gone_count_no_more(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are opened again and again, each time with a new graph, on streams that stay."""
+    monkeypatch.setattr(cuda_graph, "MOST_CAPTURES", 3)
+    await run(tiny, Case(3, 2, "ngram", session=8))

@@ -112,8 +112,8 @@ class TorchTable(Target, Closeable):
     ) -> Graph:
         """See :class:`Target`."""
         with torch.cuda.stream(self._place.torch_stream):
-            graph = TorchGraph(captured(enqueue, keep=True), self._place.torch_stream)
-            return skipping(graph)
+            graph = captured(enqueue, keep=True)
+        return skipping(TorchGraph(graph, self._place.torch_stream, stream.take_captured()))
 
     async def admit(
         self, rounds: int, under_way: int, ends: Sequence[int], capacities: Sequence[int]
