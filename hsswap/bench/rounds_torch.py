@@ -281,12 +281,12 @@ class PlainSteps(Closeable):
             length = replace(steps.length, shape=(1, 1), strides=(4, 4))
             kernels.set_word(stream, SetWork(length, 0, len(start.tokens)))
         with torch.cuda.stream(self._torch_stream):
-            for done in range(self._count):
-                if not done:
-                    self._enqueue()
-                    self._graph = self._graph or captured(self._enqueue)
-                else:
+            for _ in range(self._count):
+                if self._graph is not None:
                     self._graph.replay()
+                else:  # eager once, which loads what a capture may not
+                    self._enqueue()
+                    self._graph = captured(self._enqueue)
         kernels.copy_add(stream, CopyWork(self._whole, self._copy))
         stream.synchronize()
         rows: list[list[int]] = words[: batch * self._count].reshape(batch, -1).tolist()

@@ -170,8 +170,8 @@ class Stream(Closeable):
         """
 
     def take_captured(self) -> ExitStack:
-        """What graphs read at each launch that a caller captured from the raw handle; to be closed
-        when they are gone.
+        """What the graph reads at each launch that a caller captured last from the raw handle; to
+        be closed when that graph is gone.
 
         For who captures again and again: otherwise it stays until the device closes, and a handle
         has so many. Raises CaptureError during a capture.

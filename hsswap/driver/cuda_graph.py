@@ -204,14 +204,13 @@ class Captures:
         self.memory = self._memory_for_caller() if self._graph is None else self._graph.memory
         return True
 
-    def of_callers(self) -> list[int]:
-        """Numbers of the callers' captures whose memory is here."""
-        return list(self._of_caller)
+    def last_of_callers(self) -> int | None:
+        """Number of the callers' last capture whose memory is here."""
+        return next(reversed(self._of_caller), None)
 
-    def take(self, numbers: list[int]) -> list[CaptureMemory]:
-        """The memory of callers' captures, which have ended; it is the taker's to close."""
-        known = (self._of_caller.pop(number, None) for number in numbers)
-        return [memory for memory in known if memory is not None]
+    def take(self, number: int) -> CaptureMemory | None:
+        """The memory of a caller's capture, which has ended; it is the taker's to close."""
+        return self._of_caller.pop(number, None)
 
     def _memory_for_caller(self) -> CaptureMemory:
         """It stays until it is taken or the stream closes: nobody says when the caller's graph is

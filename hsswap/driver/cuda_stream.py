@@ -305,15 +305,16 @@ class CudaStream(Stream):
             raise
 
     def take_captured(self) -> ExitStack:
-        """See :class:`Stream`; of all handles that took part in the captures."""
+        """See :class:`Stream`; of all handles that took part in the capture."""
         self._check_open()
         state, taken = self.state, ExitStack()
         with state.lock, state.shared.context:
             state.captures.refuse("what graphs read is taken")
-            numbers = state.captures.of_callers()
-        for captures in list(state.shared.captures):
-            for memory in captures.take(numbers):
-                taken.callback(memory.free)
+            number = state.captures.last_of_callers()
+        if number is not None:
+            for memory in [each.take(number) for each in list(state.shared.captures)]:
+                if memory is not None:
+                    taken.callback(memory.free)
         return taken
 
     def record(self) -> Event:

@@ -88,13 +88,17 @@ def test_what_graphs_of_the_callers_read_is_taken(
             stream.take_captured()
         context.driver.capturing = 0
         with stream.take_captured():
-            assert not state.captures.of_callers()
-            assert not side.captures.of_callers()
-    context.driver.capturing = 9
+            assert state.captures.last_of_callers() is None
+            assert side.captures.last_of_callers() is None
+    for number in (9, 10):  # of which the last one is ours
+        context.driver.capturing = number
+        assert state.captures.look()
+    context.driver.capturing = 11
     assert side.captures.look()
     context.driver.capturing = 0
     stream.take_captured().close()
-    assert side.captures.of_callers() == [9]
+    assert state.captures.last_of_callers() == 9
+    assert side.captures.last_of_callers() == 11
     side.close()
 
 
