@@ -40,6 +40,9 @@ REPORTED = 99
 RUNNING: set[int] = set()
 """Processes, each the first of a session."""
 
+BARRIERS = ["--num-cuda-barriers", "64"]
+"""Of a thread block; what the tools guess is less, and then launches fail under them."""
+
 FAMILIES: dict[str, list[str]] = {
     "moves": ["test_operations.py", "test_gather.py", "test_held.py", "-k", "not attention"],
     "fetch": ["test_fetch.py", "test_extras.py"],
@@ -84,7 +87,7 @@ def command(tool: str, family: str, log: Path) -> list[str]:
     assert found is not None, "main looked for it"
     tests = [f"tests/driver/{a}" if a.endswith(".py") else a for a in FAMILIES[family]]
     # Tests provoke errors of the driver, which are not the kernels'.
-    how = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    how = ["--report-api-errors", "no"] if tool == "memcheck" else BARRIERS
     pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "bench.sanitize", "-p", "no:benchmark"]
     pytest += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=600", "--no-header"]
     return [
