@@ -94,8 +94,8 @@ class Resident:
     """Blocks whose keys are in device slots, so that their logits need no codes.
 
     ``pinned`` ``[P]`` int32: scored blocks that are looked up in ``cache``, head by head; those it
-    does not hold (it is as the last select left it, or None) count by their codes. The device may
-    hold the list: there -1 is no block. ``active``
+    does not hold (it is as the last select left it, or None) count by their codes. Keys that give
+    NaN count as nothing. The device may hold the list: there -1 is no block. ``active``
     ``[H]`` int32: the units of the block being filled, which has ``active_tokens`` tokens, 0 if
     there is none.
     """

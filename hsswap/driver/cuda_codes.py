@@ -14,11 +14,10 @@ from hsswap.driver.codes_operations import (
     ScoreCodesWork,
     table_offsets,
 )
-from hsswap.driver.cuda_operations import WARP, chunk_of, contiguous_address, row_items
+from hsswap.driver.cuda_operations import chunk_of, contiguous_address, row_items
 from hsswap.driver.cuda_seam import (
     Grid,
     Launcher,
-    format_constants,
     key_scales_at,
     unit_constants,
 )
@@ -31,15 +30,15 @@ ENCODE_THREADS = 128
 ENCODE_TILE = 16  # tokens
 ENCODE_BLOCKS_AN_SM = 4
 MASS_THREADS = 512
-RANK_THREADS = 256
-EXACT_THREADS = 64  # little, so that all thread blocks fit beside codes_mass
+RANK_THREADS = 128
 QUERIES = 4  # of a thread block of codes_mass
 MOST_SPAN = MASS_THREADS  # blocks that a thread block of codes_mass takes at a time
 FEW_PAGES = 64  # whose addresses travel with the parameters
+FEW_HEADS = 64  # whose units of the block being filled do, too
 TOGETHER = 8  # blocks that a warp of codes_mass takes at a time
 ROW_TOKENS = 16  # of two mma
 ROUND_PLANES, ROUND_BYTES = 8, 2176  # planes multiplied at a time; their weights in shared memory
-RING_BYTES = 3 * 68 * MASS_THREADS  # codes on their way in codes_mass
+RING_BYTES = 2 * 68 * MASS_THREADS  # codes on their way in codes_mass
 ALIGNMENT = 256
 
 
@@ -107,39 +106,21 @@ class _Workspace:
 
 
 def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
-    """Three kernels: the blocks' masses, beside them exact logits of what is resident; scores."""
+    """Two kernels: the blocks' masses and exact logits of what is resident; scores."""
     codes, group = work.codes, work.codes.group
     queries = group.q_heads
     blocks = work.code_index.shape[0]
     if not blocks:
         return
     span, grid = _spans(device, codes, blocks)
-    pinned_count = work.resident.pinned.shape[0]
-    space = _Workspace(
-        device,
-        stream,
-        {
-            "exact": queries * (pinned_count + 1),
-            "mass": queries * blocks,
-            "partial": 4 * queries * grid.x,
-        },
-    )
-    # Before the first of the launches, which follow each other with nothing between.
-    lists = {
-        "pinned": _list(device, stream, "pinned blocks", work.resident.pinned),
-        "code_index": _list(device, stream, "code index", work.code_index),
-        "pages": 0 if len(codes.pages) <= FEW_PAGES else _pages(device, stream, codes),
-        "active": device.upload(stream, work.resident.active, direct=True),
-    }
-    _mass(device, stream, work, space, lists, span, grid)
-    _exact(device, stream, work, space, lists)
+    sizes = {"mass": queries * blocks, "partial": 4 * queries * grid.x}
+    space = _Workspace(device, stream, sizes)
+    _mass(device, stream, work, space, span, grid)
     params = struct.pack(
-        "<7Q3q4i",
+        "<5Q3q3i4x",
         space["mass"],
         work.memory.correction.address,
         space["partial"],
-        space["exact"],
-        lists["pinned"],
         work.scores.address,
         work.uncorrected.address,
         row_items(work.memory.correction, 4, "memory.correction"),
@@ -148,7 +129,6 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         blocks,
         group.group_size,
         grid.x,
-        pinned_count,
     )
     grid = Grid(-(-blocks // RANK_THREADS), group.kv_heads)
     shared_bytes = 8 * group.group_size
@@ -162,8 +142,8 @@ def _spans(device: Launcher, codes: LayerCodes, blocks: int) -> tuple[int, Grid]
     heads = codes.group.kv_heads
     query_groups = -(-codes.group.group_size // QUERIES)
     most = max(1, device.sm_count // (heads * query_groups))
-    turn = MASS_THREADS // WARP * (TOGETHER if is_tiled(codes.block_size) else 1)
-    span = min(MOST_SPAN, turn * -(-blocks // (turn * most)))
+    step = TOGETHER if is_tiled(codes.block_size) else 1
+    span = min(MOST_SPAN, step * -(-blocks // (step * most)))
     return span, Grid(min(-(-blocks // span), most), heads, query_groups)
 
 
@@ -172,52 +152,79 @@ def _mass(
     stream: Stream,
     work: ScoreCodesWork,
     space: _Workspace,
-    lists: dict[str, int],
     span: int,
     grid: Grid,
 ) -> None:
-    codes, last = work.codes, work.last
-    planes = max((codec.planes for codec in codes.codecs), default=0)
-    dims = max((len(codec.bits) for codec in codes.codecs), default=0)
-    few_pages = [] if lists["pages"] else [page.address for page in codes.pages]
+    codes, last, resident, cache = work.codes, work.last, work.resident, work.resident.cache
+    few_pages = [page.address for page in codes.pages] if len(codes.pages) <= FEW_PAGES else None
+    few_active = resident.active if codes.group.kv_heads <= FEW_HEADS else None
     params = struct.pack(
-        f"<96sQqq9Q4q8i{8 * FEW_PAGES}s",
+        f"<96sQqq13Q8q10i2f{8 * FEW_PAGES}s{4 * FEW_HEADS}s",
         _tables(codes),
         work.queries.address,
         *work.queries.strides,
-        *(lists[name] for name in ("pages", "code_index", "pinned")),
+        _pages(device, stream, codes) if few_pages is None else 0,
+        _list(device, stream, "code index", work.code_index),
+        _list(device, stream, "pinned blocks", resident.pinned),
         0 if last is None else last.chosen.address,
         0 if last is None else last.lse.address,
         work.memory.predicted.address,
         work.memory.correction.address,
         space["mass"],
         space["partial"],
+        resident.units.memory.address,
+        0 if cache is None else cache.owner.address,
+        0 if cache is None else cache.slots.address,
+        device.upload(stream, resident.active, direct=True) if few_active is None else 0,
         codes.row_bytes,
         row_items(work.memory.predicted, 4, "memory.predicted"),
         0 if last is None else row_items(last.chosen, 4, "last.chosen"),
         0 if last is None else row_items(last.lse, 4, "last.lse"),
+        resident.units.unit_bytes,
+        key_scales_at(codes.group, codes.block_size),
+        0 if cache is None else row_items(cache.owner, 4, "resident.cache.owner"),
+        0 if cache is None else row_items(cache.slots, 4, "resident.cache.slots"),
         work.code_index.shape[0],
         codes.group.group_size,
         codes.block_size,
-        work.resident.pinned.shape[0],
+        resident.pinned.shape[0],
         0 if last is None else last.chosen.shape[1],
         int(work.first),
         work.memory.predicted.shape[1],
         span,
-        struct.pack(f"<{len(few_pages)}Q", *few_pages),
+        0 if cache is None else cache.slots.shape[1],
+        resident.active_tokens,
+        codes.group.logit_scale,
+        codes.group.soft_cap or 0.0,
+        np.array(few_pages or [], np.uint64).tobytes(),
+        b"" if few_active is None else few_active.tobytes(),
     )
-    shared_bytes = 4 * QUERIES * (dims + 1)  # a float a query and dim, and:
-    if is_tiled(codes.block_size):  # weights, and four bytes a field of a byte
-        shared_bytes += RING_BYTES + ROUND_BYTES * -(-planes // ROUND_PLANES) + 2 * planes * 8 * 4
-    else:  # four floats a bit
-        shared_bytes += PLANE_BITS * planes * 16
-    if shared_bytes > device.shared_bytes_limit:
-        raise ArgumentError(f"codes of {planes} planes need {shared_bytes} bytes of shared memory")
     kernel = "codes_mass" if is_tiled(codes.block_size) else "codes_mass_any"
-    kind = format_constants(codes.group.dtype)
+    kind = chunk_of(resident.units.memory.address, resident.units.unit_bytes)
     device.launch(
-        stream, kernel, kind, grid, Grid(MASS_THREADS), shared_bytes, params, follows=True
+        stream,
+        kernel,
+        kind | unit_constants(codes.group),
+        grid,
+        Grid(MASS_THREADS),
+        _shared_bytes(device, codes),
+        params,
+        follows=True,
     )
+
+
+def _shared_bytes(device: Launcher, codes: LayerCodes) -> int:
+    """Of codes_mass or codes_mass_any. Raises ArgumentError."""
+    planes = max((codec.planes for codec in codes.codecs), default=0)
+    dims = max((len(codec.bits) for codec in codes.codecs), default=0)
+    nbytes = 4 * QUERIES * (dims + 1)  # a float a query and dim, and:
+    if is_tiled(codes.block_size):
+        nbytes += RING_BYTES + ROUND_BYTES * -(-planes // ROUND_PLANES)
+    else:  # four floats a bit
+        nbytes += PLANE_BITS * planes * 16
+    if nbytes > device.shared_bytes_limit:
+        raise ArgumentError(f"codes of {planes} planes need {nbytes} bytes of shared memory")
+    return nbytes
 
 
 def is_tiled(block_size: int) -> bool:
@@ -228,43 +235,3 @@ def is_tiled(block_size: int) -> bool:
 def _list(device: Launcher, stream: Stream, name: str, given: I32 | Tensor) -> int:
     """The address of a list that the caller gave, or that the device holds."""
     return given.address if isinstance(given, Tensor) else device.keep(stream, name, given)
-
-
-def _exact(
-    device: Launcher,
-    stream: Stream,
-    work: ScoreCodesWork,
-    space: _Workspace,
-    lists: dict[str, int],
-) -> None:
-    group, resident = work.codes.group, work.resident
-    cache = resident.cache
-    params = struct.pack(
-        "<QqqQqq5Qqq6iff",
-        work.queries.address,
-        *work.queries.strides,
-        resident.units.memory.address,
-        resident.units.unit_bytes,
-        key_scales_at(group, work.codes.block_size),
-        0 if cache is None else cache.owner.address,
-        0 if cache is None else cache.slots.address,
-        lists["pinned"],
-        lists["active"],
-        space["exact"],
-        0 if cache is None else row_items(cache.owner, 4, "resident.cache.owner"),
-        0 if cache is None else row_items(cache.slots, 4, "resident.cache.slots"),
-        group.group_size,
-        group.head_dim,
-        work.codes.block_size,
-        0 if cache is None else cache.slots.shape[1],
-        resident.pinned.shape[0],
-        resident.active_tokens,
-        group.logit_scale,
-        group.soft_cap or 0.0,
-    )
-    chunk = chunk_of(resident.units.memory.address, resident.units.unit_bytes)
-    kind = chunk | unit_constants(group)
-    grid = Grid(resident.pinned.shape[0] + 1, group.kv_heads)
-    shared_bytes = 4 * group.group_size * group.head_dim
-    block = Grid(EXACT_THREADS)
-    device.launch(stream, "codes_exact", kind, grid, block, shared_bytes, params, follows=True)

@@ -81,8 +81,8 @@ def _top_k(
     yield "block_masses", by_format
     if predictor.kind == "codes":
         yield "codes_encode", {**chunk, **by_unit}
-        yield "codes_exact", {**chunk, **by_unit}
-        yield "codes_mass" if is_tiled(block_size) else "codes_mass_any", by_format
+        kernel = "codes_mass" if is_tiled(block_size) else "codes_mass_any"
+        yield kernel, {**chunk, **by_unit}
         yield "codes_rank", {}
         yield "make_up", by_format
         yield "append", BY_16  # what a swap keeps of exact attention, and shows calibration

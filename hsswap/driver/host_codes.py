@@ -144,18 +144,20 @@ def _exact_logits(work: ScoreCodesWork, queries: F32, blocks: int) -> tuple[F32,
         if resident.cache is not None and len(pinned):
             block, place = np.nonzero(pinned[:, None] == resident.cache.owner.array()[head])
             held = wide_keys(group, views, resident.cache.slots.array()[head, place])
-            exact[part, pinned[block]] = codec.log_mass(_logits(group, queries[part], held)).T
+            exact[part, pinned[block]] = _mass_of_keys(group, queries[part], held).T
         if resident.active_tokens:
             active = (resident.active[head : head + 1], slice(resident.active_tokens))
             rows = wide_keys(group, views, active)
-            beside[part] = codec.log_mass(_logits(group, queries[part], rows))[0]
+            beside[part] = _mass_of_keys(group, queries[part], rows)[0]
     return exact, beside
 
 
-def _logits(group: LayerGroup, queries: F32, keys: F32) -> F32:
-    """Logits ``[n, G, T]`` of queries ``[G, dk]`` and keys ``[n, T, dk]``."""
+def _mass_of_keys(group: LayerGroup, queries: F32, keys: F32) -> F32:
+    """Logsumexp ``[n, G]`` of queries ``[G, dk]`` and keys ``[n, T, dk]``; -inf instead of NaN."""
     logits: F32 = queries @ keys.swapaxes(1, 2) * np.float32(group.logit_scale)
     if group.soft_cap is not None:
         cap = np.float32(group.soft_cap)
         logits = np.tanh(logits / cap) * cap
-    return logits
+    mass = codec.log_mass(logits)
+    mass[np.isnan(mass)] = -np.inf
+    return mass

@@ -36,9 +36,8 @@ KERNELS: dict[str, Kernel] = {
         "score_tiled.cu", "score_tiled", True, ({"RANK": 32, "DIM": 128}, {"RANK": 128, "DIM": 64})
     ),
     "codes_encode": Kernel("codes_encode.cu", "codes_encode", True, _BY_UNITS),
-    "codes_exact": Kernel("codes_exact.cu", "codes_exact", True, _BY_UNITS),
-    "codes_mass": Kernel("codes_mass.cu", "codes_mass", True),
-    "codes_mass_any": Kernel("codes_mass_any.cu", "codes_mass_any", True),
+    "codes_mass": Kernel("codes_mass.cu", "codes_mass", True, _BY_UNITS),
+    "codes_mass_any": Kernel("codes_mass_any.cu", "codes_mass_any", True, _BY_UNITS),
     "codes_rank": Kernel("codes_rank.cu", "codes_rank", True),
     "select": Kernel("select.cu", "select", True),
     "trim": Kernel("trim.cu", "trim", True),

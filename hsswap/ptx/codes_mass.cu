@@ -4,15 +4,17 @@
 //                     string; constant[q] = sum over i of query[q, i] * centre[i]
 //   predicted[q, b] = logsumexp over t of (constant[q] + sum over bits k of weights[q, k] bit(b, t, k)),
 //                     -inf for a block without a code
-//   mass[q, b]      = predicted[q, b]; without a code lse[q, e] if the last step attended b as entry e
+//   mass[q, b]      = logsumexp of the logits of pinned block b if the cache holds it, else predicted[q, b]; without a
+//                     code lse[q, e] if the last step attended b as entry e
 //   correction[q, b] = TRUST * (lse[q, e] - what predicted was) if the last step attended b as entry e and that is
-//                     finite, else FADE times what it was; 0 without a code, and past the blocks if `first`
-//   partial[q, x]   = (maximum of the masses that thread block x has met but for pinned blocks, sum of their
+//                     finite, else FADE times what it was; 0 without a code or with exact logits, and past the blocks
+//                     if `first`
+//   partial[q, x]   = (maximum of the masses that thread block x has met and of the block being filled, sum of their
 //                     exponentials, both of masses and corrections)
 //
 // Codes as codes.cuh says; mass [Q, B], partial [Q, gridDim.x] float32 (four) in the workspace; predicted and
 // correction [Q, C]. Grid: (x, H, query groups of QUERIES); a thread block `span` blocks at a time, a warp eight
-// of them at once, whose codes come two turns before they are needed.
+// of them at once, whose codes come a turn before they are needed.
 //
 // A tile of mma.m16n8k32 takes one token of 8 blocks from each half of 16 tokens: lane (g, t) of a warp holds the
 // words of planes 2 t and 2 t + 1 of tokens i and i + 8 of block g. Two planes side by side make four bytes; a byte
@@ -22,13 +24,13 @@
 // planes, the lanes of a quad share a pair and each takes a part of its fields. T is a multiple of 16;
 // codes_mass_any.cu is for any other.
 //
-// Shared memory: 102 KiB of codes on their way, 2,176 bytes for each 8 planes of weights and masks; 64 bytes a plane
-// of fields, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
+// Shared memory: 68 KiB of codes on their way, 2,176 bytes for each 8 planes of weights and masks, and a float a query
+// and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
 #include "codes_weights.cuh"
 
 constexpr int BLOCKS_AN_SM = 1; // 128 registers a thread
 constexpr int TILE = 8;   // blocks of a warp at a time
-constexpr int STAGES = 3; // of a warp's codes
+constexpr int STAGES = 2; // of a warp's codes
 constexpr float LN_2 = 0.693147181f;
 constexpr int MAGIC = 0x4b400000; // as float 1.5 * 2^23: an integer added to it is added to its value
 constexpr float MAGIC_VALUE = 12582912.0f;
@@ -89,7 +91,9 @@ struct Ring {
         u64 row = i < p.span ? range.rows[i] : 0;
         int rounds = rounds_of(planes);
         int round = ahead.turn < rounds ? ahead.turn : ahead.turn - rounds;
-        int plane = 2 * Share(round * ROUND, (planes + 1) / 2, lane_index() % 4).pair;
+        int first = round * ROUND;
+        int pairs_apart = ROUND >> halvings_of(first, (planes + 1) / 2);
+        int plane = 2 * (first + (lane_index() & pairs_apart - 1));
         const u8* from = reinterpret_cast<const u8*>(row) + 2 * (plane * p.block_size + ahead.token);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -233,71 +237,91 @@ __device__ __forceinline__ void add_rounds(Sum2& sum, Ring& ring, const Params& 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     codes_mass(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
+    __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
     __shared__ Range range;
-    __shared__ float scale[QUERIES];
-    __shared__ int used; // steps of a round, 0 before there are weights
-    if (threadIdx.x < QUERIES) {
-        scale[threadIdx.x] = 0;
-    }
-    used = 0;
+    __shared__ Resident resident;
+    __shared__ Most most;
+    __shared__ Sums sums[THREADS]; // a thread's own, for want of registers
     follow();
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
     int g = lane_index() % 4; // the lane's query
     int q = g < count ? head * p.group + first_query + g : -1;
+    int first = blockIdx.x * p.span;
+    Asked asked(p, head, first);
+    Items items(p, head, blockIdx.x);
     int planes = p.tables.are_there() ? p.tables.plane_count(head) : 0;
-    Ring ring{reinterpret_cast<Part*>(shared), q, planes, 0, {}};
+    u32 field = static_cast<int>(threadIdx.x) < 2 * p.tables.planes * FIELDS ? p.tables.fields(head)[threadIdx.x] : 0;
+    Queries own_queries(p, head, first_query, count);
+    Projection projection(p, head);
+
     Weights w(p, shared + STAGES * sizeof(Part));
-    __shared__ Sums sums[THREADS]; // a thread's own, for want of registers
+    w.clear(p);
+    if (threadIdx.x < QUERIES) {
+        most.largest[threadIdx.x] = 0;
+        resident.sums[threadIdx.x] = {-INFINITE, 0.0f};
+    }
+    most.used = 0;
     sums[threadIdx.x] = {{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
-    for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
-        if (first == blockIdx.x * p.span && p.tables.are_there()) {
-            Asked asked(p, head, first);
-            Projection projection(p, head, first_query, count);
-            u32 field = threadIdx.x < 2 * p.tables.planes * FIELDS ? p.tables.fields(head)[threadIdx.x] : 0;
-            stage(p, head, first, asked, range);
-            ring.begin(p, range);
-            // While the first codes are on their way:
-            projection.run(p, head, w.of_dim);
-            make_weights(p, head, planes, w, field, scale, &used);
-        } else {
-            asm volatile("cp.async.wait_all;" ::: "memory"); // what the last range asked for past its end
-            stage(p, head, first, Asked(p, head, first), range);
-            ring.begin(p, range);
-        }
+    items.begin(p, head, resident);
+    stage(p, head, first, asked, range, [&] { items.look_up(p, head, resident); });
+    Ring ring{reinterpret_cast<Part*>(shared), q, planes, 0, {}};
+    ring.begin(p, range);
+    Keys keys;
+    keys.ask(p, items, resident, threadIdx.x / WARP, 4 * lane_index());
+    // While the first codes are on their way:
+    own_queries.put(queries);
+    __syncthreads();
+    if (planes > 0) {
+        projection.run(p, head, queries, w.of_dim);
+    }
+    add_items(p, head, first_query, count, items, keys, queries, resident);
+    make_weights(p, head, planes, w, field, most);
+    float unit = LOG2_E / most.scale(g); // what the lowest byte of a weight counts, to the base 2
+    float constant = planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
+    for (;;) {
         int blocks = min(p.span, p.blocks - first);
         for (int tile = static_cast<int>(threadIdx.x) / WARP * TILE; tile < blocks; tile += TILE * WARPS) {
             int i = tile + lane_index() / 4; // the lane's block
             bool is_mine = i < blocks && q >= 0;
+            Shown shown(p, is_mine ? q : -1, range, i);
             Sum2 sum{-INFINITE, 0.0f};
 #pragma unroll 1
             for (int token = 0; token < p.block_size; token += 16) {
-                float unit = scale[g];
                 if (planes > 2 * ROUND) {
                     add_rounds(sum, ring, p, range, w.rounds, unit);
                     continue;
                 }
                 const Part& part = ring.take(p, range);
-                if (used == 4) {
+                if (most.used == 4) {
                     add_tokens<4>(sum, part, w.rounds[0], unit);
-                } else if (used == 3) {
+                } else if (most.used == 3) {
                     add_tokens<3>(sum, part, w.rounds[0], unit);
-                } else if (used == 2) {
+                } else if (most.used == 2) {
                     add_tokens<2>(sum, part, w.rounds[0], unit);
-                } else if (used == 1) {
+                } else if (most.used == 1) {
                     add_tokens<1>(sum, part, w.rounds[0], unit);
                 }
             }
             if (is_mine) {
-                float constant = planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
                 float value = fmaf(sum.best + __log2f(sum.total), LN_2, constant);
-                settle(p, q, range, i, value, ring.parts[ring.stage].correction[threadIdx.x], sums[threadIdx.x]);
+                float correction = ring.parts[ring.stage].correction[threadIdx.x];
+                settle(p, q, range, i, value, correction, shown, sums[threadIdx.x]);
             }
         }
+        first += gridDim.x * p.span;
+        if (first >= p.blocks) {
+            break;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory"); // what the last range asked for past its end
+        stage(p, head, first, Asked(p, head, first), range, [] {});
+        ring.begin(p, range);
     }
+    add_more_items(p, head, first_query, count, queries, resident);
     Sums all = sums[threadIdx.x];
-    over_lanes(all, QUERIES, WARP); // those of a query
-    finish(p, head, first_query, count, all);
+    over_lanes(all.plain, QUERIES, WARP); // those of a query
+    over_lanes(all.corrected, QUERIES, WARP);
+    finish(p, head, first_query, count, all, resident.sums);
     forget_the_rest(p, head, first_query, count);
 }

@@ -1,6 +1,11 @@
 // What both kernels of the blocks' masses share: codes_mass.cu and codes_mass_any.cu.
 #pragma once
 #include "codes.cuh"
+#include "e4m3.cuh"
+
+#ifndef CHUNK
+#define CHUNK 16
+#endif
 
 struct Params {
     Tables tables;
@@ -15,10 +20,18 @@ struct Params {
     float* correction;
     float* mass;
     float4* partial;
+    const u8* units;
+    const int* owner;  // [H, places], null: nothing is held
+    const int* slots;  // [H, places]
+    const int* active; // [H], null: few_active
     i64 row_bytes, memory_stride, chosen_stride, lse_stride;
+    i64 unit_bytes, scales_at, owner_stride, slot_stride;
     int blocks, group, block_size, pinned_count, entries, first, remembered;
     int span; // blocks that a thread block takes at a time, THREADS at most
+    int places, active_tokens;
+    float scale, soft_cap;
     u64 few_pages[64];
+    int few_active[64];
 };
 
 constexpr int THREADS = 512;
@@ -54,17 +67,26 @@ struct Sums {
 };
 
 // The blocks of a thread block: where their codes of its head are (0: nowhere), as which entry the last
-// step attended them (-1: not), and whether they are pinned.
+// step attended them (-1: not), whether they are pinned, and whether the cache holds them.
 struct Range {
     u64 rows[THREADS];
     short entries[THREADS];
-    u32 pins[THREADS / WARP];
+    u32 pins[THREADS / WARP], held[THREADS / WARP];
     int first;
+
+    __device__ __forceinline__ void mark(u32 (&bits)[THREADS / WARP], int block, int span) {
+        u32 at = static_cast<u32>(block - first);
+        if (block >= 0 && at < static_cast<u32>(span)) {
+            atomicOr(&bits[at / 32], 1u << at % 32);
+        }
+    }
+    // Whether block i counts with its exact logits: resident.cuh.
+    __device__ __forceinline__ bool is_exact(int i) const { return (pins[i / 32] & held[i / 32]) >> i % 32 & 1u; }
 };
 
 // What a thread asks of memory for a range, before anything waits.
 struct Asked {
-    int index, chosen, pinned, plane;
+    int index, chosen, pinned, plane, owner;
     __device__ __forceinline__ Asked(const Params& p, int head, int first) {
         int i = threadIdx.x;
         bool is_coded = p.tables.are_there();
@@ -72,10 +94,14 @@ struct Asked {
         chosen = p.chosen != nullptr && i < p.entries ? p.chosen[head * p.chosen_stride + i] : -1;
         pinned = i < p.pinned_count ? p.pinned[i] : -1;
         plane = is_coded ? p.tables.first_plane(head) : 0;
+        owner = i < p.places ? p.owner[head * p.owner_stride + i] : -1;
     }
 };
 
-__device__ __forceinline__ void stage(const Params& p, int head, int first, const Asked& asked, Range& range) {
+// `also`: what all threads do after one meeting and before another.
+template <class Also>
+__device__ __forceinline__ void stage(const Params& p, int head, int first, const Asked& asked, Range& range,
+                                      const Also& also) {
     __syncthreads(); // the last range was read by all
     int i = threadIdx.x;
     if (asked.index >= 0) {
@@ -88,6 +114,7 @@ __device__ __forceinline__ void stage(const Params& p, int head, int first, cons
     range.entries[i] = -1;
     if (i < WARPS) {
         range.pins[i] = 0;
+        range.held[i] = 0;
     }
     range.first = first;
     __syncthreads();
@@ -97,22 +124,22 @@ __device__ __forceinline__ void stage(const Params& p, int head, int first, cons
             range.entries[at] = static_cast<short>(entry);
         }
     };
-    auto pin = [&](int block) {
-        u32 at = static_cast<u32>(block - first);
-        if (block >= 0 && at < static_cast<u32>(p.span)) {
-            atomicOr(&range.pins[at / 32], 1u << at % 32);
-        }
-    };
     attended(i, asked.chosen);
-    pin(asked.pinned);
+    range.mark(range.pins, asked.pinned, p.span);
+    range.mark(range.held, asked.owner, p.span);
 #pragma unroll 1
     for (int entry = THREADS + i; p.chosen != nullptr && entry < p.entries; entry += THREADS) {
         attended(entry, p.chosen[head * p.chosen_stride + entry]);
     }
 #pragma unroll 1
     for (int j = THREADS + i; j < p.pinned_count; j += THREADS) {
-        pin(p.pinned[j]);
+        range.mark(range.pins, p.pinned[j], p.span);
     }
+#pragma unroll 1
+    for (int place = THREADS + i; place < p.places; place += THREADS) {
+        range.mark(range.held, p.owner[head * p.owner_stride + place], p.span);
+    }
+    also();
     __syncthreads();
 }
 
@@ -120,48 +147,72 @@ __device__ __forceinline__ float remembered(const Params& p, int q, int b) {
     return p.first ? 0.0f : p.correction[q * p.memory_stride + b];
 }
 
-// What block i of the range is worth to query q = head * group + g in this step, and what is remembered
-// of it. value: what its codes say; correction: of the step before. Pinned blocks count in codes_rank.
-__device__ __forceinline__ void settle(const Params& p, int q, const Range& range, int i, float value,
-                                       float correction, Sums& sums) {
-    bool coded = range.rows[i] != 0;
-    int entry = range.entries[i];
-    int b = range.first + i;
-    float* predicted = p.predicted + q * p.memory_stride + b;
-    float now = coded ? value : -INFINITE;
-    correction = coded ? FADE * correction : 0.0f;
-    if (entry >= 0) {
-        float seen = p.lse[q * p.lse_stride + entry];
-        if (!coded) {
-            now = seen == seen ? seen : now;
-        } else if (!p.first) {
-            float shown = TRUST * (seen - *predicted);
-            correction = isfinite(shown) ? shown : correction;
+__device__ __forceinline__ float load_float(const float* from) {
+    float out;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(out) : "l"(from) : "memory");
+    return out;
+}
+
+// What the last step showed of block i of the range to query q, -1: none; asked for before it is needed.
+struct Shown {
+    int entry;
+    float seen, before;
+    __device__ __forceinline__ Shown(const Params& p, int q, const Range& range, int i) {
+        entry = q >= 0 ? range.entries[i] : -1;
+        seen = before = 0;
+        if (entry >= 0) {
+            seen = load_float(p.lse + q * p.lse_stride + entry);
+            before = load_float(p.predicted + q * p.memory_stride + range.first + i);
         }
     }
-    *predicted = coded ? value : -INFINITE;
+};
+
+// What block i of the range is worth to query q = head * group + g in this step, and what is remembered
+// of it. value: what its codes say; correction: of the step before.
+__device__ __forceinline__ void settle(const Params& p, int q, const Range& range, int i, float value,
+                                       float correction, const Shown& shown, Sums& sums) {
+    bool coded = range.rows[i] != 0;
+    int b = range.first + i;
+    float now = coded ? value : -INFINITE;
+    correction = coded ? FADE * correction : 0.0f;
+    if (shown.entry >= 0) {
+        if (!coded) {
+            now = shown.seen == shown.seen ? shown.seen : now;
+        } else if (!p.first) {
+            float error = TRUST * (shown.seen - shown.before);
+            correction = isfinite(error) ? error : correction;
+        }
+    }
+    p.predicted[q * p.memory_stride + b] = coded ? value : -INFINITE;
+    if (range.is_exact(i)) { // its mass is put there by whoever has its logits
+        p.correction[q * p.memory_stride + b] = 0;
+        return;
+    }
     p.correction[q * p.memory_stride + b] = correction;
     p.mass[static_cast<i64>(q) * p.blocks + b] = now;
-    if ((range.pins[i / 32] >> i % 32 & 1u) == 0) {
-        sums.plain.add(now);
-        sums.corrected.add(now + correction);
-    }
+    sums.plain.add(now);
+    sums.corrected.add(now + correction);
 }
 
-// Of several lanes, of equal lane number in each `from` of them.
-__device__ __forceinline__ void over_lanes(Sums& own, int from, int to) {
-#pragma unroll 1
+// Of several lanes, of equal lane number in each `from` of them, in all of these.
+__device__ __forceinline__ void over_lanes(Sum& own, int from, int to) {
+    float top = own.best;
+#pragma unroll
     for (int step = from; step < to; step *= 2) {
-        Sums other;
-        other.plain = {__shfl_xor_sync(ALL, own.plain.best, step), __shfl_xor_sync(ALL, own.plain.total, step)};
-        other.corrected = {__shfl_xor_sync(ALL, own.corrected.best, step),
-                           __shfl_xor_sync(ALL, own.corrected.total, step)};
-        own.merge(other);
+        top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    }
+    own.total *= __expf(own.best - (top == -INFINITE ? 0.0f : top));
+    own.best = top;
+#pragma unroll
+    for (int step = from; step < to; step *= 2) {
+        own.total += __shfl_xor_sync(ALL, own.total, step);
     }
 }
 
-// The sums of all warps to partial. own: in lane g that of query first_query + g of the group.
-__device__ __forceinline__ void finish(const Params& p, int head, int first_query, int count, const Sums& own) {
+// The sums of all warps to partial. own: in lane g that of query first_query + g of the group; exact: of a query,
+// those of blocks with exact logits.
+__device__ __forceinline__ void finish(const Params& p, int head, int first_query, int count, const Sums& own,
+                                       const Sum (&exact)[QUERIES]) {
     __shared__ Sums sums[QUERIES][WARPS];
     int warp = threadIdx.x / WARP;
     int lane = lane_index();
@@ -173,8 +224,11 @@ __device__ __forceinline__ void finish(const Params& p, int head, int first_quer
         return;
     }
     Sums all = sums[warp][lane % WARPS];
-    over_lanes(all, 1, WARPS);
+    over_lanes(all.plain, 1, WARPS);
+    over_lanes(all.corrected, 1, WARPS);
     if (lane == 0) {
+        all.plain.merge(exact[warp]);
+        all.corrected.merge(exact[warp]);
         p.partial[(head * p.group + first_query + warp) * gridDim.x + blockIdx.x] =
             make_float4(all.plain.best, all.plain.total, all.corrected.best, all.corrected.total);
     }
@@ -192,45 +246,81 @@ __device__ __forceinline__ void forget_the_rest(const Params& p, int head, int f
     }
 }
 
-constexpr int ROWS = 5; // of the table that a warp has on their way, 80 in all
+// The queries of a thread block in float32, zeros past the last dim and query.
+struct Queries {
+    u16 own[QUERIES]; // a dim of each, as it lies in memory
 
-// of_dim[g][d] = sum over i of query[g][i] * table[d][i]; of_dim[g][most] the same with the centre. 0 for queries past
-// `count`. A row of the table a warp. The constructor asks for the first rows, and for queries.
-struct Projection {
-    float4 row[ROWS];
-    u16 own[QUERIES]; // a dim of each query, as it lies in memory
-
-    __device__ __forceinline__ void ask(const Tables& tables, int head, int base, int i) {
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
-            int d = base + k * WARPS;
-            const float* from = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
-            row[k] = i < tables.dim ? *reinterpret_cast<const float4*>(from + i) : make_float4(0, 0, 0, 0);
-        }
-    }
-    __device__ __forceinline__ Projection(const Params& p, int head, int first_query, int count) {
-        ask(p.tables, head, threadIdx.x / WARP, 4 * lane_index());
+    // Asks for them.
+    __device__ __forceinline__ Queries(const Params& p, int head, int first_query, int count) {
         int i = threadIdx.x;
 #pragma unroll
         for (int g = 0; g < QUERIES; g++) {
             const u8* from = p.queries + (head * p.group + first_query + g) * p.query_stride;
-            bool is_in = g < count && i < p.tables.dim;
             own[g] = 0;
-            if (is_in) {
+            if (g < count && i < p.tables.dim) {
                 own[g] = *reinterpret_cast<const u16*>(from + i * p.element_stride);
             }
         }
     }
-    __device__ __forceinline__ void run(const Params& p, int head, float* of_dim) {
-        __shared__ __align__(16) float queries[QUERIES][MOST_DIM]; // to the end of the last step with zeros
-        const Tables& tables = p.tables;
+    __device__ __forceinline__ void put(float (&queries)[QUERIES][MOST_DIM]) const {
         if (threadIdx.x < MOST_DIM) {
 #pragma unroll
             for (int g = 0; g < QUERIES; g++) {
                 queries[g][threadIdx.x] = half_to_float(own[g]);
             }
         }
-        __syncthreads();
+    }
+};
+
+// A sum of each query over the lanes; lane 8 g of a warp gets that of query g.
+__device__ __forceinline__ float over_dims(const float (&sums)[QUERIES]) {
+    bool upper = (lane_index() & 16) != 0;
+    float two[2];
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        float mine = upper ? sums[g + 2] : sums[g];
+        float other = upper ? sums[g] : sums[g + 2];
+        two[g] = mine + __shfl_xor_sync(ALL, other, 16);
+    }
+    bool odd = (lane_index() & 8) != 0;
+    float sum = odd ? two[1] : two[0];
+    sum += __shfl_xor_sync(ALL, odd ? two[0] : two[1], 8);
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(ALL, sum, step);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ void add_dims(float& sum, const float4& query, const float4& row) {
+    sum = fmaf(query.x, row.x, sum);
+    sum = fmaf(query.y, row.y, sum);
+    sum = fmaf(query.z, row.z, sum);
+    sum = fmaf(query.w, row.w, sum);
+}
+
+constexpr int ROWS = 5; // of the table that a warp has on their way, 80 in all
+
+// of_dim[g][d] = sum over i of query[g][i] * table[d][i]; of_dim[g][most] the same with the centre. A row of the
+// table a warp. The constructor asks for the first rows.
+struct Projection {
+    float4 row[ROWS];
+
+    __device__ __forceinline__ void ask(const Tables& tables, int head, int base, int i) {
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            int d = base + k * WARPS;
+            const float* from = d < tables.most ? tables.query(head) + d * tables.dim : tables.centre(head);
+            bool is_in = tables.are_there() && i < tables.dim && d <= tables.most;
+            row[k] = is_in ? *reinterpret_cast<const float4*>(from + i) : make_float4(0, 0, 0, 0);
+        }
+    }
+    __device__ __forceinline__ Projection(const Params& p, int head) {
+        ask(p.tables, head, threadIdx.x / WARP, 4 * lane_index());
+    }
+    __device__ __forceinline__ void run(const Params& p, int head, const float (&queries)[QUERIES][MOST_DIM],
+                                        float* of_dim) {
+        const Tables& tables = p.tables;
         int lane = lane_index();
         int warp = threadIdx.x / WARP;
 #pragma unroll 1
@@ -245,36 +335,18 @@ struct Projection {
                     float4 query = *reinterpret_cast<const float4*>(&queries[g][i]); // times 0 past the end
 #pragma unroll
                     for (int k = 0; k < ROWS; k++) {
-                        sums[k][g] = fmaf(query.x, row[k].x, sums[k][g]);
-                        sums[k][g] = fmaf(query.y, row[k].y, sums[k][g]);
-                        sums[k][g] = fmaf(query.z, row[k].z, sums[k][g]);
-                        sums[k][g] = fmaf(query.w, row[k].w, sums[k][g]);
+                        add_dims(sums[k][g], query, row[k]);
                     }
                 }
             }
 #pragma unroll
             for (int k = 0; k < ROWS; k++) {
-                // Over the lanes, a query a quarter of them at the end.
-                bool upper = (lane & 16) != 0;
-#pragma unroll
-                for (int g = 0; g < 2; g++) {
-                    float mine = upper ? sums[k][g + 2] : sums[k][g];
-                    float other = upper ? sums[k][g] : sums[k][g + 2];
-                    sums[k][g] = mine + __shfl_xor_sync(ALL, other, 16);
-                }
-                bool odd = (lane & 8) != 0;
-                float sum = odd ? sums[k][1] : sums[k][0];
-                sum += __shfl_xor_sync(ALL, odd ? sums[k][0] : sums[k][1], 8);
-#pragma unroll
-                for (int step = 4; step > 0; step /= 2) {
-                    sum += __shfl_xor_sync(ALL, sum, step);
-                }
+                float sum = over_dims(sums[k]);
                 int d = base + k * WARPS;
                 if (lane % 8 == 0 && d <= tables.most) {
                     of_dim[lane / 8 * (tables.most + 1) + d] = sum;
                 }
             }
         }
-        __syncthreads();
     }
 };

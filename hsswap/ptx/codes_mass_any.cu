@@ -2,24 +2,39 @@
 //
 // Grid: (x, H, query groups of QUERIES); a warp a block. Shared memory: a head's weights, a query a component,
 // 256 bytes a plane, and a float a query and dim. NumPy reference: hsswap.codec.logits_of and log_mass.
-#include "codes_mass.cuh"
+#include "codes_resident.cuh"
 
 constexpr int BLOCKS_AN_SM = 1; // 128 registers a thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     codes_mass_any(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) float4 weights[]; // [16 P], a query a component
+    __shared__ __align__(16) float queries[QUERIES][MOST_DIM];
     __shared__ Range range;
+    __shared__ Resident resident;
     follow();
     int head = blockIdx.y;
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
+    int first = blockIdx.x * p.span;
+    Asked asked(p, head, first);
+    Items items(p, head, blockIdx.x);
     int planes = p.tables.are_there() ? p.tables.plane_count(head) : 0;
     float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
     int row = p.tables.most + 1;
-    if (planes > 0) {
-        Projection(p, head, first_query, count).run(p, head, of_dim);
+    Queries(p, head, first_query, count).put(queries);
+    Projection projection(p, head);
+    if (threadIdx.x < QUERIES) {
+        resident.sums[threadIdx.x] = {-INFINITE, 0.0f};
     }
+    items.begin(p, head, resident);
+    stage(p, head, first, asked, range, [&] { items.look_up(p, head, resident); });
+    Keys keys;
+    keys.ask(p, items, resident, threadIdx.x / WARP, 4 * lane_index());
+    if (planes > 0) {
+        projection.run(p, head, queries, of_dim);
+    }
+    add_items(p, head, first_query, count, items, keys, queries, resident);
     for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
         const float* from = of_dim + p.tables.dim_of(head)[k];
         float power = static_cast<float>(1 << p.tables.bit_of(head)[k]);
@@ -28,11 +43,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int lane = lane_index();
     int q = lane < count ? head * p.group + first_query + lane : -1;
     Sums sums{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
-    for (int first = blockIdx.x * p.span; first < p.blocks; first += gridDim.x * p.span) {
-        stage(p, head, first, Asked(p, head, first), range);
+    __syncthreads();
+    for (;;) {
         int blocks = min(p.span, p.blocks - first);
         for (int i = threadIdx.x / WARP; i < blocks; i += WARPS) {
             const u16* codes = reinterpret_cast<const u16*>(range.rows[i]);
+            Shown shown(p, q, range, i);
             float mine = -INFINITE;
             if (codes != nullptr) {
                 Sum own[QUERIES];
@@ -76,10 +92,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             }
             if (q >= 0) {
                 float constant = codes == nullptr ? 0.0f : of_dim[lane * row + p.tables.most];
-                settle(p, q, range, i, mine + constant, remembered(p, q, first + i), sums);
+                settle(p, q, range, i, mine + constant, remembered(p, q, first + i), shown, sums);
             }
         }
+        first += gridDim.x * p.span;
+        if (first >= p.blocks) {
+            break;
+        }
+        stage(p, head, first, Asked(p, head, first), range, [] {});
     }
-    finish(p, head, first_query, count, sums);
+    add_more_items(p, head, first_query, count, queries, resident);
+    finish(p, head, first_query, count, sums, resident.sums);
     forget_the_rest(p, head, first_query, count);
 }

@@ -165,18 +165,20 @@ class Case:
             logits = (
                 np.einsum("btm,gm->gbt", levels, q @ own.query) + (q @ own.centre)[:, None, None]
             )
-            per_head.append(_lse(logits))
+            per_head.append(lse_of(logits))
         return np.concatenate(per_head)
 
 
-def _lse(logits: Array) -> Array:
+def lse_of(logits: Array) -> Array:
+    """Logsumexp over the last axis."""
     best = logits.max(-1, keepdims=True)
     total: Array = np.log(np.exp(logits - best).sum(-1)) + best[..., 0]
     return total
 
 
-def _log_share(mass: Array, beside: Array, group: int) -> Array:
-    total = _lse(np.concatenate((mass, beside), axis=1))
+def log_share(mass: Array, beside: Array, group: int) -> Array:
+    """Log of each block's share, mean over a group of queries."""
+    total = lse_of(np.concatenate((mass, beside), axis=1))
     share = np.exp(mass - total[:, None])
     logs: Array = np.log(share.reshape(-1, group, mass.shape[1]).mean(1))
     return logs
@@ -231,7 +233,7 @@ def test_scores_are_logs_of_shares(
     work = case.work(blocks)
     scores = case.score(work)
     mass = case.log_mass(work.queries.array())[:, :blocks]
-    wanted = _log_share(mass, np.full((group.q_heads, 1), -np.inf), group.group_size)
+    wanted = log_share(mass, np.full((group.q_heads, 1), -np.inf), group.group_size)
     tolerance = case.tolerance(work.queries.array())
     predicted = work.memory.predicted.array()
     assert np.abs(predicted[:, :blocks] - mass).max() < tolerance
@@ -257,7 +259,7 @@ def test_more_blocks_than_a_gpu_takes_at_a_time(rig: Rig) -> None:
     mass = case.log_mass(queries)[:, which]
     tolerance = case.tolerance(queries)
     assert np.abs(work.memory.predicted.array() - mass).max() < tolerance
-    wanted = _log_share(mass, np.full((8, 1), -np.inf), 1)
+    wanted = log_share(mass, np.full((8, 1), -np.inf), 1)
     # Beside what a mass errs by, a float32 sum of so many shares.
     assert np.abs(scores - wanted).max() < 2 * tolerance + 2.0**-20
 
@@ -300,10 +302,10 @@ def test_residents_count_with_their_exact_logits(rig: Rig, kv_dtype: str) -> Non
     q = bf16.to_float32(queries).astype(F64).reshape(2, 2, 32)
     logits = np.einsum("hgd,phtd->hgpt", q, keys) * 32**-0.5
     logits[:, :, 2, 9:] = -np.inf
-    exact = _lse(logits).reshape(4, 3)
+    exact = lse_of(logits).reshape(4, 3)
     mass[:, 0] = exact[:, 0]
     mass[:2, 13] = exact[:2, 1]
-    wanted = _log_share(mass, exact[:, 2:], 2)
+    wanted = log_share(mass, exact[:, 2:], 2)
     assert np.abs(scores - wanted).max() < 1e-4
     assert np.abs(work.uncorrected.array() - scores).max() < 1e-6 * np.abs(scores).max()
 
@@ -348,16 +350,16 @@ def test_what_the_last_step_found_corrects_and_new_blocks_start_anew(rig: Rig) -
             if block >= 0:
                 correction[q, block] = codec.TRUST * (lse[q, entry] - before[q, block])
     nothing = np.full((4, 1), -np.inf)
-    assert np.abs(case.score(second) - _log_share(mass + correction, nothing, 2)).max() < 1e-4
-    plain = second.uncorrected.array() - _log_share(mass, nothing, 2)
+    assert np.abs(case.score(second) - log_share(mass + correction, nothing, 2)).max() < 1e-4
+    plain = second.uncorrected.array() - log_share(mass, nothing, 2)
     assert np.abs(plain).max() < 1e-4
     third = replace(case.work(30), memory=first.memory, first=False)
     mass = case.log_mass(third.queries.array())
-    wanted = _log_share(mass + codec.FADE * correction, nothing, 2)
+    wanted = log_share(mass + codec.FADE * correction, nothing, 2)
     assert np.abs(case.score(third) - wanted).max() < 1e-4
     fourth = replace(case.work(30), memory=first.memory)  # as if new
     mass = case.log_mass(fourth.queries.array())
-    assert np.abs(case.score(fourth) - _log_share(mass, nothing, 2)).max() < 1e-4
+    assert np.abs(case.score(fourth) - log_share(mass, nothing, 2)).max() < 1e-4
 
 
 def test_blocks_without_codes_rank_by_the_last_step_then_by_age(rig: Rig) -> None:
