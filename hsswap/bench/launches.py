@@ -32,7 +32,7 @@ class StaticLauncher:
         self._uploads: dict[tuple[int, bytes], Any] = {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self.launch, self.start = device.launch, device.start
-        self.copy = device.copy
+        self.copy, self.last_launch = device.copy, device.last_launch
         self.max_active_clusters = device.max_active_clusters
         self.arch = device.arch
         self.compute_capability = device.compute_capability

@@ -107,6 +107,7 @@ class CudaAgain(AttendAgain):
             _LENGTH.pack_into(params, LENGTH_AT, length)
             for launch in self._launches:
                 launch(self._arguments)
+            state.last_launch = None
             state.hold((queries, out))
             return stream.mark()
 

@@ -146,6 +146,7 @@ class CudaGraph(Graph):
             state.captures.memory = None
             status = context.driver.cuGraphLaunch(self._executable, state.handle)
             checked(status, f"{context.name}: cuGraphLaunch")
+            state.last_launch = None
             state.hold(self)
 
     def close(self) -> None:

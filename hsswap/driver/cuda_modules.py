@@ -146,6 +146,7 @@ class Modules:
         )
         if status[0]:
             checked(status, f"{self._context.name}: launch of {kernel}")
+        state.last_launch = launch
 
     def prepared(self, state: StreamState, launch: Launch) -> Prepared:
         """The launch, to be made again with other parameters."""

@@ -28,7 +28,7 @@ from hsswap.driver.cuda_attention_params import (
 from hsswap.driver.cuda_codes import is_tiled
 from hsswap.driver.cuda_operations import BY_2, BY_16, chunk_of
 from hsswap.driver.cuda_seam import Chip, format_constants, unit_constants
-from hsswap.driver.cuda_top_k import MOST_KEYS, SELECT_THREADS, code_chunk, fits_tiles, keys_of
+from hsswap.driver.cuda_top_k import FEW_SHAPES, code_chunk, fits_tiles
 from hsswap.driver.preparing import PrepareWork
 from hsswap.predictor_config import PredictorConfig
 from hsswap.ptx import Constants
@@ -68,8 +68,10 @@ def _all_of(chip: Chip, work: PrepareWork) -> Iterator[Launchable]:
 def _choosing(most_blocks: int) -> Iterator[Launchable]:
     yield "select", {}  # also of few blocks, where very many are chosen
     yield "trim", {}
-    for blocks in range(1, min(most_blocks, MOST_KEYS * SELECT_THREADS) + 1, SELECT_THREADS):
-        yield "select_few", keys_of(blocks)
+    for threads, keys in FEW_SHAPES:
+        yield "select_few", {"THREADS": threads, "KEYS": keys}
+        if most_blocks <= threads * keys:
+            break
 
 
 def _top_k(

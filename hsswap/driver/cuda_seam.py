@@ -14,7 +14,7 @@ value, at most 4,000 bytes, packed by :mod:`struct` with explicit padding. Sourc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from numpy.typing import NDArray
 
@@ -100,6 +100,11 @@ class Launcher(Chip, Protocol):
 
     def start(self, stream: Stream, launch: Launch) -> None:
         """Do what :meth:`launch` was asked to."""
+
+    def last_launch(self, stream: Stream) -> Launch | None:
+        """What was launched last on ``stream`` by :meth:`launch`, None if that is not known."""
+        state = getattr(stream, "state", None)
+        return None if state is None else cast("Launch | None", state.last_launch)
 
     def upload(self, stream: Stream, array: NDArray[Any], *, direct: bool = False) -> int:
         """Make an index array readable for the kernels that this stream launches next.

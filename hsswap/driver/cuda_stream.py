@@ -27,6 +27,7 @@ from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import CudaEvent, EventPool, RawEvent, Waiter
 from hsswap.driver.cuda_graph import SPECIAL_HANDLES, Captures, CudaGraph
 from hsswap.driver.cuda_memory import DeviceBuffer, UploadRing, copy_to
+from hsswap.driver.cuda_seam import Launch
 from hsswap.errors import ArgumentError, CaptureError, ClosedError
 
 EPOCH_WORKS = 32
@@ -93,9 +94,9 @@ class StreamState:
         """Launch configurations, each with its attributes: blocks of a cluster, may follow."""
         self.params = ctypes.create_string_buffer(PARAM_BYTES)
         self.param_list = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
+        self.last_launch: Launch | None = None  # None behind a graph, or a call made again
         self._held: list[object] = []
-        self._works = 0
-        self._marks = 0
+        self._works = self._marks = 0
         self._epochs: deque[_Epoch] = deque()
         self._rings = [UploadRing(shared.context, RING_BYTES)]
         self._kept: dict[str, _Kept] = {}

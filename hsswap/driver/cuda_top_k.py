@@ -17,15 +17,24 @@ from hsswap.driver.cuda_operations import (
     pool_numbers,
     row_items,
 )
-from hsswap.driver.cuda_seam import Grid, Launcher, format_constants
+from hsswap.driver.cuda_seam import Grid, Launch, Launcher, format_constants
 from hsswap.driver.operations import ScoreWork, SelectWork
 from hsswap.driver.tensor import Tensor
 from hsswap.errors import ArgumentError
 
 STATIC_BYTES = 48 << 10  # of shared memory that need not be asked for
 SELECT_THREADS = 1024
-MOST_KEYS = 8  # of a thread of select_few.cu
+FEW_SHAPES = ((512, 4), (512, 8), (512, 16))
+"""Threads of select_few.cu, and blocks of each: the first that has room is taken."""
+
+RANKING = ("codes_rank", "score", "score_tiled")
+"""Kernels that end a score. Each waits for what is ahead before it lets the next one begin, and
+writes scores and shares alone: select, if it follows, reads the cache while they run.
+"""
+
+MOST_LISTED = 1024  # candidates of select_few.cu
 MOST_FEW_PLACES = 65535  # of a head in select_few.cu
+CHOSEN_AT = 8 * 10  # of the parameters of select: the address of `chosen`
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
 SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
@@ -110,18 +119,21 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def keys_of(blocks: int) -> dict[str, int]:
-    """Constants of select_few for so many blocks."""
-    return {"KEYS": max(2, _power_of_two(-(-blocks // SELECT_THREADS)))}
+def few_constants(blocks: int) -> dict[str, int] | None:
+    """Constants of select_few for so many blocks; None for more than it takes."""
+    for threads, keys in FEW_SHAPES:
+        if blocks <= threads * keys:
+            return {"THREADS": threads, "KEYS": keys}
+    return None
 
 
 def few_bytes(blocks: int, count: int, places: int) -> int:
     """Dynamic shared memory of select_few: a block's place and marks, two lists, keys or what
-    finds victims, the cache's columns.
+    missing blocks take, the cache's columns.
     """
     of_blocks = 3 * (-(-blocks // 16) * 16)
-    lists = 8 * max(SELECT_THREADS, places)
-    return of_blocks + lists + 4 * max(blocks, count + -(-places // 4)) + 16 * places
+    lists = 4 * (-(-max(MOST_LISTED, places) // 4) * 4 + MOST_LISTED)
+    return of_blocks + lists + 4 * max(blocks, count) + 16 * places
 
 
 def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
@@ -134,9 +146,9 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     most = device.shared_bytes_limit - SELECT_STATIC_BYTES
     keys = 0
     of_few = few_bytes(blocks, count, places)
-    few = blocks <= MOST_KEYS * SELECT_THREADS and count <= SELECT_THREADS
-    few = few and places <= MOST_FEW_PLACES and of_few <= most
-    if few:
+    fits = count <= MOST_LISTED and places <= MOST_FEW_PLACES and of_few <= most
+    few = few_constants(blocks) if fits else None
+    if few is not None:
         shared_bytes = of_few
     elif blocks <= KEPT_KEYS and shared_bytes + 4 * blocks <= most:
         shared_bytes += 4 * blocks
@@ -160,6 +172,8 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
     strides = [row_items(*item) for item in listed]
     if len(listed) == 9:  # nothing of an earlier step
         strides[2:2] = [0, 0]
+    before = device.last_launch(stream)
+    ahead = int(before is not None and before.kernel in RANKING)
     few_pinned = [] if isinstance(work.pinned, Tensor) else work.pinned[:INLINE_PINNED].tolist()
     params = struct.pack(
         f"<15Q12q8if{INLINE_PINNED}ii",
@@ -182,13 +196,12 @@ def select(device: Launcher, stream: Stream, work: SelectWork) -> None:
         work.decay,
         *few_pinned,
         *[0] * (INLINE_PINNED - len(few_pinned)),
-        0,
+        ahead,
     )
-    kernel, constants = "select", {}
-    if few:
-        kernel = "select_few"
-        constants = keys_of(blocks)
-    block = Grid(SELECT_THREADS)
+    kernel, block = "select", Grid(SELECT_THREADS)
+    constants: dict[str, int] = {}
+    if few is not None:
+        kernel, constants, block = "select_few", few, Grid(few["THREADS"])
     device.launch(stream, kernel, constants, Grid(heads), block, shared_bytes, params, follows=True)
 
 
@@ -257,14 +270,14 @@ def fetch(device: Launcher, stream: Stream, work: FetchWork) -> None:
     device.launch(stream, "fetch", chunk, Grid(heads + copying), block, 0, params, follows=True)
 
 
-def fetch_lists(work: FetchWork) -> bytes:
-    """FetchLists of fetch_lists.cuh."""
+def fetch_lists(work: FetchWork, *, early: bool = False) -> bytes:
+    """FetchLists of fetch_lists.cuh. ``early``: see :func:`tells`."""
     tables = (
         *(work.chosen, work.chosen_slots, work.missing, work.cache.slots, work.cache.owner),
         *(work.tail_slots, work.absent),
     )
     return struct.pack(
-        "<10Q7q4i",
+        "<10Q7q6i",
         *(table.address for table in tables),
         work.host_slots.address,
         work.tail_positions.address,
@@ -273,5 +286,15 @@ def fetch_lists(work: FetchWork) -> bytes:
         work.chosen.shape[1],
         work.tail_slots.shape[1],
         work.cache.slots.shape[1],
+        work.host_slots.shape[0],
         0,
+        int(early),
     )
+
+
+def tells(launch: Launch | None, chosen: Tensor) -> bool:
+    """Whether a launch is a select that says by the last entry of ``chosen`` that all are there."""
+    if launch is None or launch.kernel != "select_few" or chosen.shape[1] > launch.block.x:
+        return False
+    (address,) = struct.unpack_from("<Q", launch.params, CHOSEN_AT)
+    return bool(address == chosen.address)

@@ -176,8 +176,8 @@ def _make_room(cache: _Cache, is_chosen: Bool, chosen: Ints, place: Ints, missin
             np.where(is_free, 0, np.where(kept, 2, 1)),
         )
     )
-    nth = np.cumsum(missing, axis=1)[head, entry] - 1
-    taken = order[head, nth]
+    wanted = np.count_nonzero(missing, axis=1)
+    taken = np.concatenate([np.sort(o[:n]) for o, n in zip(order, wanted, strict=True)])
     place[head, entry] = taken
     owner[head, taken] = chosen[head, entry]
     cache.mass[head, taken] = 0

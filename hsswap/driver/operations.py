@@ -364,7 +364,7 @@ class SelectWork:
     First the masses decay by ``decay`` and gain ``last_mass`` ``[H, M]`` float32 of blocks
     ``last_chosen`` ``[H, M]`` int32 (None at the first step). Chosen blocks not in the cache take
     free slots, then those of the unchosen block of least mass, then least recent use, then lowest
-    place.
+    place; of the places taken so, the n-th such block has the n-th.
 
     Written: ``chosen`` ``[H, N]`` int32 in ascending order (``last_chosen`` may be the same
     memory), ``chosen_slots`` ``[H, N]`` int32 unit slots, ``missing`` ``[H, N]`` uint8 (1: the unit

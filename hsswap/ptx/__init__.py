@@ -42,7 +42,10 @@ KERNELS: dict[str, Kernel] = {
     "select": Kernel("select.cu", "select", True),
     "trim": Kernel("trim.cu", "trim", True),
     "select_few": Kernel(
-        "select_few.cu", "select_few", True, ({"KEYS": 2}, {"KEYS": 4}, {"KEYS": 8})
+        "select_few.cu",
+        "select_few",
+        True,
+        ({"THREADS": 512, "KEYS": 4}, {"THREADS": 512, "KEYS": 8}, {"THREADS": 512, "KEYS": 16}),
     ),
     "fetch": Kernel("fetch.cu", "fetch", True, _BY_ALIGNMENT),
     "assemble": Kernel("rounds.cu", "assemble", True),

@@ -79,6 +79,22 @@ __device__ __forceinline__ void launch_next() {
 #endif
 }
 
+// A word by which a kernel tells the next one, which has begun early, that what it wrote before is there.
+__device__ __forceinline__ void store_release(int* to, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ int load_acquire(const int* from) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+// While a kernel waits for the one ahead: its own read of the place finds the way there known, and the parameters that say
+// where it is. What lies there may still change.
+__device__ __forceinline__ void prefetch(const void* place) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(place) : "memory");
+}
+
 // Both, before a kernel touches memory.
 __device__ __forceinline__ void follow() {
     wait_for_last();

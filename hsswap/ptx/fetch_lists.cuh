@@ -19,7 +19,9 @@ struct FetchLists {
     // Elements from head to head.
     i64 chosen_stride, chosen_slots_stride, missing_stride, cache_slots_stride, owner_stride;
     i64 tail_slots_stride, absent_stride;
-    int count, tail, places, pad;
+    int count, tail, places, blocks;
+    int pad;
+    int early; // attention may begin before select has ended: the last entry of `chosen`, if not -1, says that all are there
 };
 
 __device__ __forceinline__ bool is_absent(const FetchLists& f, int head, int entry) {

@@ -8,7 +8,7 @@
 //   2 account   masses decay, and gain what attention measured
 //   3 threshold the N-th largest key by radix, 8 bits a pass over the scores
 //   4 choose    flags as bits, equal keys to the lower block; prefix sums give ascending order
-//   5 places    of chosen blocks by the table; missing ones take places by (free, mass, use, place)
+//   5 places    of chosen blocks by the table; missing ones take the first by (free, mass, use, place), in ascending order
 //   6 results   slots, flags, share left out
 //
 // Dynamic shared memory: sort_size keys and places; count places, count blocks; the cache's four

@@ -25,7 +25,7 @@ struct Params {
     int table_size, sort_size; // powers of two
     float decay;
     int few_pinned[32]; // the pinned blocks, where `pinned` is null
-    int pad;
+    int ahead; // 1: the kernel ahead writes nothing of what is read here but scores and shares, and has waited itself
 };
 
 // One head's part of the cache, in shared memory while the kernel runs.
@@ -123,6 +123,31 @@ __device__ __forceinline__ void order_places(u64* keys, int* order, int places, 
     __syncthreads();
 }
 
+// The first `wanted` of them, in the order in which they lie. Overwrites the keys.
+__device__ __forceinline__ void by_place(u64* keys, int* order, int places, int wanted, u64* sums) {
+    for (int at = threadIdx.x; at < places; at += THREADS) {
+        keys[at] = 0;
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < wanted; at += THREADS) {
+        keys[order[at]] = 1;
+    }
+    __syncthreads();
+    int each = (places + THREADS - 1) / THREADS;
+    int begin = min(places, static_cast<int>(threadIdx.x) * each), end = min(places, begin + each);
+    u64 own = 0, total;
+    for (int at = begin; at < end; at++) {
+        own += keys[at];
+    }
+    u64 before = exclusive_sum(own, total, sums);
+    for (int at = begin; at < end; at++) {
+        if (keys[at] != 0) {
+            order[before++] = at;
+        }
+    }
+    __syncthreads();
+}
+
 // 5: the place of every chosen block, with NEW where it was missing.
 __device__ __forceinline__ void place(const Params& p, const Cache& cache, const Table& table,
                                       const int* chosen, int* place_of, u64* keys, u64* sums) {
@@ -156,6 +181,7 @@ __device__ __forceinline__ void place(const Params& p, const Cache& cache, const
     int* order = reinterpret_cast<int*>(keys + p.sort_size);
     __syncthreads();
     order_places(keys, order, p.places, p.sort_size, static_cast<int>(total));
+    by_place(keys, order, p.places, static_cast<int>(total), sums);
     for (int entry = begin; entry < end; entry++) {
         if (place_of[entry] < 0) {
             int taken = order[nth++];

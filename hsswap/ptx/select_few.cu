@@ -3,75 +3,83 @@
 // What is computed, and the order of keys: select.cu. A thread has KEYS blocks in a row:
 //
 //   1 places     of owners by block, a table as long as the list of blocks
-//   2 bound      by a histogram of the threads' best keys: k of them are at or above it
+//   2 bound      by a histogram of the best key of each few blocks: k of them are at or above it
 //   3 candidates keys at or above it, some more than N, listed in order of blocks; if there are too many, the N
 //                best by radix, as in select.cu
-//   4 cut        the N-th largest of them, by 32 thresholds at a time, a warp each
+//   4 cut        the N-th largest of them, by 32 thresholds at a time
 //   5 chosen     those above, and equal ones from the lowest block up
-//   6 victims    only where something is missing
+//   6 victims    only where something is missing: a cut again, of masses
 //
-// Dynamic shared memory: `Memory`; hsswap.driver.cuda_top_k.few_bytes says how much. Grid: H thread blocks of THREADS. Constant: KEYS.
-// blocks <= KEYS * THREADS, N <= THREADS.
+// Each step waits for the one before: what counts is how few instructions follow each other in a thread, of which a
+// multiprocessor starts four at a time. A top-k step over 2,048 blocks: 35.3 us by 512 threads with 4 blocks each, 35.8
+// by 256 with 8, 36.3 by 256 with room for 16; by 1,024 select takes a fifth longer.
+//
+// Dynamic shared memory: `Memory`; hsswap.driver.cuda_top_k.few_bytes says how much. Grid: H thread blocks of THREADS.
+// Constants: THREADS (512), KEYS (4, 8, 16). blocks <= KEYS * THREADS, N <= LISTED.
 #include "select_lists.cuh"
 
-// order[n]: the place that the n-th missing block takes, `wanted` of them, none that is kept. Overwrites both lists.
-__device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32* counts, int* listed) {
-    const Cache& cache = m.cache;
+struct Words { // of a step each
+    u32 listed[WARPS], best[WARPS];
+    u32 chosen[2 * WARPS], missing[2 * WARPS], victims[2 * WARPS];
+    u32 cuts[3][2 * WARP];
+};
+
+constexpr u32 FREE = PINNED - 1; // above every mass
+
+// What a place is worth giving away, 0 where a chosen block is: the largest first.
+__device__ __forceinline__ u32 worth_of(const Params& p, const Memory& m, int place) {
+    int owner = m.cache.owner[place];
+    if (owner < 0) {
+        return FREE;
+    }
+    bool is_kept = owner < p.blocks && (m.marks[owner] & IS_CHOSEN) != 0;
+    return is_kept ? 0 : ~static_cast<u32>(victim_key(m.cache.mass[place], 0) >> 32);
+}
+
+// order[n]: the place that the n-th missing block takes, `wanted` of them of the `all` that no chosen block has.
+// Overwrites the list of keys.
+__device__ void find_victims(const Params& p, const Memory& m, u32 wanted, u32 all, Words& words) {
 #pragma unroll 1
-    for (int base = 0; base < p.places; base += THREADS) {
-        int place = base + threadIdx.x;
-        bool is_in = place < p.places && m.kept[place] == 0;
-        u32 in = __ballot_sync(ALL, is_in);
-        int at = 0;
-        if (lane_index() == 0 && in != 0) {
-            at = atomicAdd(listed, __popc(in));
-        }
-        at = __shfl_sync(ALL, at, 0) + __popc(in & ((1u << lane_index()) - 1));
-        if (is_in) {
-            u64 key = cache.owner[place] < 0 ? 0 : victim_key(cache.mass[place], cache.used[place]);
-            m.list[at] = ~static_cast<u32>(key >> 32); // the least first
-            m.listed[at] = place;
-        }
+    for (int place = threadIdx.x; place < p.places; place += THREADS) {
+        m.list[place] = worth_of(p, m, place);
     }
     __syncthreads();
-    int count = *listed;
-    u32 least = cut(m.list, count, wanted, 0, PINNED, counts).key;
-    // When a block of equal mass was used, which decides among few.
-    auto use_of = [&](int place) {
-        return cache.owner[place] < 0 ? 0 : static_cast<u32>(cache.used[place]) ^ 0x80000000u;
-    };
-    for (int base = threadIdx.x / WARP * WARP; base < count; base += THREADS) {
-        int at = base + lane_index();
-        u32 candidates = __ballot_sync(ALL, at < count && m.list[min(at, count - 1)] >= least);
-        for (; candidates != 0; candidates &= candidates - 1) { // each by the whole warp
-            int mine = base + __ffs(candidates) - 1;
-            u32 key = m.list[mine];
-            int place = m.listed[mine];
-            u32 before = 0;
+    Threshold least{1, EVERY};
+    if (all > wanted) {
+        least = cut(m.list, p.places, wanted, 0, PINNED, 0, words.cuts[1]);
+    }
+    if (least.equal != EVERY && least.key != FREE) { // of equal masses the least recent use
 #pragma unroll 1
-            for (int other = lane_index(); other < count; other += WARP) {
-                u32 theirs = m.list[other];
-                before += theirs > key;
-                if (theirs == key && other != mine) {
-                    int their_place = m.listed[other];
-                    u32 use = use_of(place), their_use = use_of(their_place);
-                    before += their_use < use || (their_use == use && their_place < place);
-                }
-            }
-            before = __reduce_add_sync(ALL, before);
-            if (before < wanted) {
-                m.order[before] = place;
-            }
+        for (int place = threadIdx.x; place < p.places; place += THREADS) {
+            u32 worth = m.list[place];
+            u32 use = max(1u, ~(static_cast<u32>(m.cache.used[place]) ^ 0x80000000u));
+            m.list[place] = worth > least.key ? PINNED : worth == least.key ? use : 0;
         }
+        __syncthreads();
+        least = cut(m.list, p.places, wanted, 0, PINNED, 0, words.cuts[2]);
+    }
+    u32 before = 0;
+    int turn = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.places; base += THREADS, turn ^= WARPS) {
+        int place = base + threadIdx.x;
+        u32 worth = place < p.places ? m.list[place] : 0;
+        Place at = placed(worth > least.key, worth == least.key, words.victims + turn);
+        u32 above = (before + at.before) >> 16, equal = (before + at.before) & 0xffffu;
+        if (worth > least.key || (worth == least.key && equal < least.equal)) {
+            m.order[above + min(equal, least.equal)] = place;
+        }
+        before += at.total;
     }
     __syncthreads();
 }
 
-// As share_left_out, in float32, of a thread's own shares. best: the largest of all. parts: WARPS pairs.
-__device__ __forceinline__ float share_out(const Mine& shares, float best, const Memory& m, int blocks, float2* parts) {
+// Shares of a thread's blocks: over all, and over what is left out. best: the largest of all.
+__device__ __forceinline__ float2 shares_of(const Mine& shares, float best, const Memory& m, int blocks) {
     bool is_finite = (__float_as_uint(best) & 0x7f800000u) != 0x7f800000u;
-    float2 sum = {0, 0}; // over all, and over what is left out
-    u64 marks = Mine::block(0) < blocks ? m.own_marks() : 0;
+    float2 sum = {0, 0};
+    u32 marks[KEYS / 4];
+    m.own_marks(marks);
 #pragma unroll
     for (int k = 0; k < KEYS; k++) {
         float weight = __expf(shares.values[k] - best); // past the last block 0
@@ -79,27 +87,19 @@ __device__ __forceinline__ float share_out(const Mine& shares, float best, const
             weight = shares.values[k] == best && Mine::block(k) < blocks ? 1.0f : 0.0f;
         }
         sum.x += weight;
-        sum.y += (static_cast<u32>(marks >> 32 * (k / 4)) & IS_CHOSEN << 8 * (k % 4)) == 0 ? weight : 0.0f;
+        sum.y += (marks[k / 4] & IS_CHOSEN << 8 * (k % 4)) == 0 ? weight : 0.0f;
     }
+    return sum;
+}
+
+// Over the first `lanes` lanes, a power of two; in every one of them.
+__device__ __forceinline__ float2 add_up(float2 sum, int lanes) {
 #pragma unroll
-    for (int apart = WARP / 2; apart > 0; apart /= 2) {
+    for (int apart = lanes / 2; apart > 0; apart /= 2) {
         sum.x += __shfl_xor_sync(ALL, sum.x, apart);
         sum.y += __shfl_xor_sync(ALL, sum.y, apart);
     }
-    if (lane_index() == 0) {
-        parts[threadIdx.x / WARP] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x >= WARP) {
-        return 0;
-    }
-    sum = parts[lane_index()];
-#pragma unroll
-    for (int apart = WARP / 2; apart > 0; apart /= 2) {
-        sum.x += __shfl_xor_sync(ALL, sum.x, apart);
-        sum.y += __shfl_xor_sync(ALL, sum.y, apart);
-    }
-    return blocks == 0 ? 0.0f : sum.y / sum.x;
+    return sum;
 }
 
 // What attention measured goes to the block's place, if it has one.
@@ -119,27 +119,80 @@ __device__ __forceinline__ void gain(const Params& p, const Memory& m, Gain gain
     }
 }
 
+// Keys of a thread's blocks, and the best of each few that are not pinned.
+__device__ __forceinline__ void rank(const Params& p, const Memory& m, const Mine& scores, u32 (&keys)[KEYS],
+                                     u32 (&best)[BESTS]) {
+#pragma unroll
+    for (int k = 0; k < KEYS; k++) {
+        keys[k] = ordered(scores.values[k]);
+    }
+    u32 marks[KEYS / 4], any = 0;
+    m.own_marks(marks);
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) {
+        any |= marks[i];
+    }
+    if (Mine::block(KEYS) > p.blocks || any != 0) {
+#pragma unroll
+        for (int k = 0; k < KEYS; k++) {
+            bool is_pinned = (marks[k / 4] & 0xffu << 8 * (k % 4)) != 0;
+            keys[k] = is_pinned ? PINNED : Mine::block(k) < p.blocks ? keys[k] : 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < BESTS; i++) {
+        best[i] = 0;
+#pragma unroll
+        for (int k = i * TOGETHER; k < (i + 1) * TOGETHER; k++) {
+            best[i] = max(best[i], keys[k] == PINNED ? 0 : keys[k]);
+        }
+    }
+}
+
+// Marks what is chosen, and numbers in the list what is missing of it; returns how much that is.
+__device__ __forceinline__ u32 find_missing(const Params& p, const Memory& m, u32* sums) {
+    u32 missing = 0;
+    int turn = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.count; base += THREADS, turn ^= WARPS) {
+        int at = base + threadIdx.x;
+        bool is_missing = false;
+        int block = 0;
+        if (at < p.count) {
+            block = m.listed[at];
+            m.marks[block] |= IS_CHOSEN;
+            is_missing = m.place_of[block] == NOWHERE;
+        }
+        Place nth = placed(false, is_missing, sums + turn);
+        if (is_missing) {
+            m.listed[at] = block | static_cast<int>(missing + nth.before + 1) << 16;
+        }
+        missing += nth.total;
+    }
+    return missing;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_few(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ __align__(16) u32 bins[4 * 256];
-    __shared__ u32 words[12 * WARPS]; // of a step each
+    __shared__ uint4 extents[WARPS];
+    __shared__ Words words;
     __shared__ float2 parts[WARPS];
     __shared__ u32 found[2];
-    __shared__ int listed;
     int h = blockIdx.x;
     Memory m(p, shared);
     const Cache& cache = m.cache;
     m.clear();
-    bins[threadIdx.x] = 0;
-    listed = 0;
-    int pins = 0;
-    wait_for_last();
-    launch_next();
+#pragma unroll 1
+    for (int at = threadIdx.x; at < BINS; at += THREADS) {
+        bins[at] = 0;
+    }
+    __syncthreads();
+    if (p.ahead == 0) {
+        wait_for_last();
+    }
     Columns own(p, h, threadIdx.x); // asked for before anything waits
-    Mine scores, shares;
-    scores.load(p.scores + h * p.score_stride, p.blocks);
-    shares.load(p.shares + h * p.share_stride, p.blocks);
     int pinned = -1;
     if (threadIdx.x < p.pinned_count) {
         pinned = p.pinned == nullptr ? p.few_pinned[threadIdx.x] : p.pinned[threadIdx.x];
@@ -147,9 +200,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Gain first = gain_of(p, h, threadIdx.x);
     int step = p.steps == nullptr ? p.step : p.steps[h];
     load_cache(p, h, step, cache, own);
-    scores.clean();
-    shares.clean();
-    __syncthreads(); // cleared
 #pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         int owner = cache.owner[place];
@@ -157,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             m.place_of[owner] = static_cast<u16>(place);
         }
     }
+    u32 pins = pinned >= 0;
     if (pinned >= 0) {
         m.marks[pinned] = IS_PINNED;
-        pins++;
     }
 #pragma unroll 1
     for (int j = THREADS + threadIdx.x; j < p.pinned_count; j += THREADS) {
@@ -168,94 +218,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             pins++;
         }
     }
-    u32 top_share = largest(ordered(shares.largest()), words); // and a barrier
+    __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.last_count; i += THREADS) {
         gain(p, m, i < THREADS ? first : gain_of(p, h, i));
     }
-    u32 keys[KEYS], best = 0; // best: of those that are not pinned
-#pragma unroll
-    for (int k = 0; k < KEYS; k++) {
-        keys[k] = ordered(scores.values[k]);
+    if (Mine::block(0) < p.blocks) {
+        prefetch(p.scores + h * p.score_stride + Mine::block(0));
+        prefetch(p.shares + h * p.share_stride + Mine::block(0));
     }
-    bool is_plain = Mine::block(KEYS) <= p.blocks && m.own_marks() == 0;
-    if (is_plain) {
-        best = ordered(scores.largest());
-    } else {
-#pragma unroll
-        for (int k = 0; k < KEYS; k++) {
-            bool is_there = Mine::block(k) < p.blocks;
-            bool is_pinned = is_there && m.marks[Mine::block(k)] != 0;
-            best = is_there && !is_pinned ? max(best, keys[k]) : best;
-            keys[k] = is_pinned ? PINNED : is_there ? keys[k] : 0;
-        }
+#pragma unroll 1
+    for (int at = threadIdx.x * WARP; at < p.count; at += THREADS * WARP) {
+        prefetch(p.chosen_slots + h * p.chosen_slots_stride + at);
+        prefetch(p.missing + h * p.missing_stride + at);
     }
-    int taken = -1; // the place of this thread's chosen block
-    int block = -1, at = 0;
-    bool is_chosen = false, is_missing = false;
+    if (p.ahead != 0) {
+        wait_for_last();
+    }
+    Mine scores, shares;
+    scores.load(p.scores + h * p.score_stride, p.blocks);
+    shares.load(p.shares + h * p.share_stride, p.blocks);
+    // The last entry says that all are there, to attention that begins before this ends.
+    bool is_told = p.count <= THREADS;
+    int* told = p.chosen + h * p.chosen_stride + p.count - 1;
+    if (is_told && threadIdx.x == p.count - 1) { // who read what the last step left here
+        *told = -1;
+        __threadfence();
+    }
+    scores.clean();
+    shares.clean();
+    u32 keys[KEYS], best[BESTS];
+    rank(p, m, scores, keys, best);
+    Extent extent = extent_of(best, ordered(shares.largest()), pins, extents);
+    launch_next(); // behind a barrier, and so behind all of the above
+    int last = -1; // of the thread that has the last entry: its block
     if (p.count != 0) {
-        int k = p.count - static_cast<int>(placed(static_cast<u32>(pins), words + WARPS).total);
-        u32 bound = k == 0 ? PINNED : bound_of(best, k, bins, words + 2 * WARPS);
-        int count = list_from(keys, max(bound, 1u), m, words + 4 * WARPS);
+        u32 k = p.count - extent.pins;
+        Bound bound = k == 0 ? Bound{PINNED, 1} : bound_of(best, extent, k, bins);
+        int count = list_from(keys, max(bound.key, 1u), m, words.listed);
         if (count > LISTED) { // many equal scores
-            list_best(keys, p, m, bins, found, words + 5 * WARPS);
+            list_best(keys, p, m, bins, found, words.best);
             count = p.count;
         }
         __syncthreads();
-        Threshold threshold{1, 0xffffu};
         if (count > p.count) {
-            threshold = cut(m.list, count, p.count, bound, PINNED, words + 6 * WARPS);
+            Threshold threshold = cut(m.list, count, p.count, bound.key, PINNED, bound.step, words.cuts[0]);
+            keep_best(count, threshold, m, words.chosen);
         }
-        u32 key = threadIdx.x < count ? m.list[threadIdx.x] : 0;
-        block = threadIdx.x < count ? m.listed[threadIdx.x] : -1;
-        bool is_above = key > threshold.key, is_equal = key == threshold.key;
-        u32 both = is_above ? 0x10000u : is_equal ? 1u : 0u;
-        Place place = placed(both, words + 8 * WARPS);
-        u32 equal = place.before & 0xffffu;
-        is_chosen = is_above || (is_equal && equal < threshold.equal);
-        at = static_cast<int>((place.before >> 16) + min(equal, threshold.equal));
-        if (is_chosen) {
-            m.marks[block] |= IS_CHOSEN;
-            int held = m.place_of[block];
-            is_missing = held == NOWHERE;
-            taken = is_missing ? -1 : held;
+        u32 missing = find_missing(p, m, words.missing);
+        if (missing != 0) {
+            find_victims(p, m, missing, p.places - p.count + missing, words);
         }
-        if (__syncthreads_or(is_missing)) {
-            for (int i = threadIdx.x; i < p.places; i += THREADS) {
-                m.kept[i] = 0;
-            }
-            __syncthreads();
-            if (taken >= 0) {
-                m.kept[taken] = 1;
-            }
-            Place nth = placed(is_missing, words + 9 * WARPS); // and a barrier
-            find_victims(p, m, nth.total, words + 10 * WARPS, &listed);
-            if (is_missing) {
-                taken = m.order[nth.before];
+#pragma unroll 1
+        for (int at = threadIdx.x; at < p.count; at += THREADS) {
+            int block = m.listed[at] & 0xffff, nth = m.listed[at] >> 16;
+            int taken = m.place_of[block];
+            if (nth != 0) {
+                taken = m.order[nth - 1];
                 cache.owner[taken] = block;
                 cache.mass[taken] = 0;
             }
+            cache.used[taken] = step;
+            p.chosen_slots[h * p.chosen_slots_stride + at] = cache.slots[taken];
+            p.missing[h * p.missing_stride + at] = nth != 0;
+            if (is_told && at == p.count - 1) {
+                last = block;
+            } else {
+                p.chosen[h * p.chosen_stride + at] = block;
+            }
         }
     }
-    if (is_chosen) {
-        cache.used[taken] = step;
-        p.chosen[h * p.chosen_stride + at] = block;
-        p.chosen_slots[h * p.chosen_slots_stride + at] = cache.slots[taken];
-        p.missing[h * p.missing_stride + at] = is_missing;
-    }
     __syncthreads();
+    if (last >= 0) {
+        store_release(told, last);
+    }
 #pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         p.owner[h * p.owner_stride + place] = cache.owner[place];
         p.mass[h * p.mass_stride + place] = cache.mass[place];
         p.used[h * p.used_stride + place] = cache.used[place];
     }
-    float best_share = __uint_as_float((top_share & 0x80000000u) != 0 ? top_share ^ 0x80000000u : ~top_share);
-    float share = share_out(shares, best_share, m, p.blocks, parts);
-    if (threadIdx.x == 0) {
-        p.left_out[h * p.left_out_stride] = share;
-        if (p.steps != nullptr) {
-            p.steps[h] = step + 1; // all threads are past the barriers behind their load
+    u32 top = extent.share;
+    float largest = __uint_as_float((top & 0x80000000u) != 0 ? top ^ 0x80000000u : ~top);
+    float2 sum = add_up(shares_of(shares, largest, m, p.blocks), WARP);
+    if (lane_index() == 0) {
+        parts[threadIdx.x / WARP] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        sum = add_up(lane_index() < WARPS ? parts[lane_index()] : float2{0, 0}, WARPS);
+        if (threadIdx.x == 0) {
+            p.left_out[h * p.left_out_stride] = p.blocks == 0 ? 0.0f : sum.y / sum.x;
+            if (p.steps != nullptr) {
+                p.steps[h] = step + 1; // all threads are past the barriers behind their load
+            }
         }
     }
 }

@@ -2,7 +2,10 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int THREADS = 1024;
+#ifndef THREADS
+#define THREADS 1024 // select_few.cu takes fewer where they are enough
+#endif
+
 constexpr int WARPS = THREADS / WARP;
 constexpr int NEW = 1 << 30; // bit of a place that was given to a missing block
 

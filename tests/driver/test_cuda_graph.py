@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hsswap.driver import cuda_graph
+from hsswap.driver.cuda_seam import Grid, Launch
 from hsswap.driver.cuda_stream import EPOCH_WORKS, RING_BYTES, CudaStream, StreamState
 from hsswap.errors import CaptureError, ClosedError, DeviceError
 from tests.driver.fake_driver import ILLEGAL_ADDRESS, FakeContext, content, stream_of
@@ -122,8 +123,10 @@ def test_a_graph_of_ours(context: FakeContext, state: StreamState) -> None:
         with pytest.raises(CaptureError, match="still being captured"):
             graph.launch(stream)
     assert not stream.is_capturing
+    state.last_launch = Launch("select_few", {}, Grid(8), Grid(256), 0, b"", 1, True)
     for _ in range(2):
         graph.launch(stream)
+    assert state.last_launch is None  # what its last kernel is is not known here
     assert context.driver.launches == 2
     assert content(address, array) == array.tobytes()
     assert alive() is not None

@@ -63,22 +63,27 @@ class Model:
         missing: list[int] = []
         slots: list[int] = []
         kept = {p.owner for p in self.places} & set(chosen)
+        victims = self._victims(taken, len(taken) - len(kept))
         for block in chosen:
-            places = [p for p in self.places if p.owner == block]
             missing.append(0 if block in kept else 1)
-            if not places:
-                places = [self._victim(taken)]
-                places[0].owner, places[0].mass = block, 0.0
-            places[0].used = step
-            slots.append(places[0].slot)
+            if block in kept:
+                (place,) = [p for p in self.places if p.owner == block]
+            else:
+                place = victims.pop(0)
+                place.owner, place.mass = block, 0.0
+            place.used = step
+            slots.append(place.slot)
         return Choice(chosen, slots, missing, self._left_out(scores[::-1], taken))
 
-    def _victim(self, chosen: set[int]) -> Place:
-        free = [p for p in self.places if p.owner == -1]
-        if free:
-            return free[0]
-        unchosen = [p for p in self.places if p.owner not in chosen]
-        return min(unchosen, key=lambda p: (p.mass, p.used))  # the first of equals
+    def _victims(self, chosen: set[int], count: int) -> list[Place]:
+        """As many places as are given away, in the order in which they lie."""
+        others = [i for i, p in enumerate(self.places) if p.owner not in chosen]
+        others.sort(key=lambda i: self._worth(self.places[i]))  # the first of equals stays first
+        return [self.places[i] for i in sorted(others[:count])]
+
+    @staticmethod
+    def _worth(place: Place) -> tuple[bool, float, int]:
+        return (False, 0, 0) if place.owner == -1 else (True, place.mass, place.used)
 
     @staticmethod
     def _left_out(scores: list[float], chosen: set[int]) -> float:
