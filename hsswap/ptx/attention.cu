@@ -63,6 +63,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
   const u64 policy = evict_first();
   if (leaves.count > 0) issue_first(now, ring, barriers, see, policy, lane);
   Entry next = entry_of(p, list, leaves, 1, lane);
+  begun(p);
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
 #else
   float* const kept = nullptr;
 #endif
-  follow();  // merge_decode waits for the end of this
+  begin(p);  // merge_decode waits for the end of this
 #if CLUSTER
   __shared__ float2 before[GROUP];
   arrive_begun();

@@ -104,16 +104,24 @@ struct Folded {
   float o, reference, sum;
 };
 
-// The next eight parts: their elements, references and sums. All weights first: only the additions wait for each other.
-__device__ __forceinline__ void fold_eight(Folded& f, const float (&x)[8], const float2 (&s)[8]) {
-  float old[8];
+// The next N parts of those that are there: their elements, references and sums. All weights first: only the additions
+// wait for each other.
+template <int N>
+__device__ __forceinline__ void fold_some(Folded& f, const float* values, const float2* sums, int count) {
+  float2 s[N];
+  float x[N], old[N];
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < N; i++) {
+    s[i] = i < count ? sums[i * GROUP] : make_float2(NOTHING, 0.f);
+    x[i] = i < count ? values[i * OWNED] : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) {
     old[i] = f.reference;
     f.reference = fmaxf(f.reference, s[i].x);
   }
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < N; i++) {
     const Weights w = fold_weights(&old[i], s[i].x);
     const bool empty = is_empty(s[i].x, s[i].y);
     f.o = empty ? f.o : fold(f.o, x[i], w);
@@ -123,17 +131,9 @@ __device__ __forceinline__ void fold_eight(Folded& f, const float (&x)[8], const
 
 // A left fold of `count` parts. Every thread weighs them itself: that takes less time than to wait for another.
 __device__ __forceinline__ void fold_run(Folded& f, const float* values, const float2* sums, int count) {
-  for (int first = 0; first < count; first += 8) {
-    float2 s[8];
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const bool there = first + i < count;
-      s[i] = there ? sums[(first + i) * GROUP] : make_float2(NOTHING, 0.f);
-      x[i] = there ? values[(first + i) * OWNED] : 0.f;
-    }
-    fold_eight(f, x, s);
-  }
+  int first = 0;
+  for (; count - first > 2; first += 8) fold_some<8>(f, values + first * OWNED, sums + first * GROUP, count - first);
+  if (first < count) fold_some<2>(f, values + first * OWNED, sums + first * GROUP, count - first);
 }
 
 // The parts of this block's dims into the state, or the end of the attention if `out` is given. `memory` may be

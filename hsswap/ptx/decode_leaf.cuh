@@ -112,6 +112,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   if (leaves.count && mine) {
     copy_piece(now, ring + lane * PIECE, 0, barriers + lane * 8, see, policy);
   }
+  begun(p);
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
@@ -131,13 +132,14 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
       from[n] = ring + (first_unit + u + n) * PIECE;
     }
     unit_logits<N>(s + u, from, q, g, c);
-  }
+    const bool done = lane >= first_unit + u && lane < first_unit + u + N;
 #if FETCH
-  if (mine) keep_piece(now, 0, ring + lane * PIECE);
-  wait_stored();
+    if (done) keep_piece(now, 0, ring + lane * PIECE);
+    wait_stored();
 #endif
-  __syncwarp();
-  if (mine) copy_piece(now, ring + lane * PIECE, 1, barriers + lane * 8, see, policy);
+    __syncwarp();
+    if (done) copy_piece(now, ring + lane * PIECE, 1, barriers + lane * 8, see, policy);
+  }
   const u32 seen = seen_tokens(now, see, g, lane);
 #pragma unroll
   for (int u = 0; u < OWN_UNITS; u++) {

@@ -14,6 +14,36 @@
 __device__ __forceinline__ int rank_of() { return blockIdx.x % BLOCKS; }
 __device__ __forceinline__ int head_of() { return blockIdx.x / BLOCKS; }
 
+// By the whole thread block, before it reads what others wrote: lists and units.
+__device__ __forceinline__ void begin(const AttendParams& p) {
+#if FETCH
+  const FetchLists& f = p.fetch;
+#pragma unroll 1
+  for (int at = (threadIdx.x * BLOCKS + rank_of()) * 32; at < f.blocks; at += THREADS * BLOCKS * 32) prefetch(f.host_slots + at);
+#pragma unroll 1
+  for (int at = threadIdx.x * 32; at < f.count; at += THREADS * 32) {
+    prefetch(f.chosen + head_of() * f.chosen_stride + at);
+    prefetch(f.chosen_slots + head_of() * f.chosen_slots_stride + at);
+    prefetch(f.missing + head_of() * f.missing_stride + at);
+  }
+  if (f.early) {
+    const int* last = f.chosen + head_of() * f.chosen_stride + f.count - 1;
+    if (threadIdx.x == 0)
+      while (load_acquire(last) < 0) {}
+    __syncthreads();
+    return;
+  }
+#endif
+  follow();
+}
+
+// The same of everything else, once the first copies are on their way.
+__device__ __forceinline__ void begun(const AttendParams& p) {
+#if FETCH
+  if (p.fetch.early) follow();
+#endif
+}
+
 // Of a block's pair, in [S, Q].
 __device__ __forceinline__ i64 row_of_pair() { return (i64)blockIdx.z * Q_HEADS + head_of() * GROUP; }
 
