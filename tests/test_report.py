@@ -41,6 +41,11 @@ def test_the_table_of_top_k_has_the_codes(tiny: TinyRun) -> None:
         f"{nbytes / 1024:.1f} KiB in device memory, beside the slots: {share} of the cache"
     )
     assert "in exact mode, for comparison (" in table["least to read"]
+    first, *others = (step.seconds for step in report.run.steps)
+    assert table["decode"].endswith(
+        f"; the first took {first:.1f} s, in which top-k learns, then "
+        f"{len(others) / sum(others):.1f} tokens/s"
+    )
     assert report.as_json()["mode"] == "topk"
     assert report.as_json()["k"] == report.plan.top_k.k  # type: ignore[union-attr]
     # The codes are no slots.
@@ -51,6 +56,7 @@ def test_the_table_of_exact_mode(tiny: TinyRun) -> None:
     report, _ = tiny.run("--tokens", "20", "--io", "memory")
     table = table_of(report)
     assert "codes" not in table
+    assert table["decode"].endswith(" tokens/s")
     assert report.plan.config.predictor is None
     assert table["least to read"].endswith(" times that was read)")
     assert " in exact mode (" in table["least to read"]

@@ -142,9 +142,20 @@ class Report:
         stored = f", {run.prefix_tokens} tokens were stored" if run.prefix_tokens else ""
         return [
             ("prefill", f"{run.prefill_s:.2f} s, {rate:.0f} tokens/s{stored}{note}"),
-            ("decode", f"{run.tokens_per_s:.1f} tokens/s{note}" if run.steps else "-"),
+            (
+                "decode",
+                f"{run.tokens_per_s:.1f} tokens/s{note}{self._learning()}" if run.steps else "-",
+            ),
             *([] if run.speculated is None else [("speculation", _speculation(run.speculated))]),
         ]
+
+    def _learning(self) -> str:
+        """Of top-k, what the first step took, which learns from the prompt."""
+        first, *others = (step.seconds for step in self.run.steps)
+        if self.plan.top_k is None or sum(others) == 0.0:
+            return ""
+        rate = len(others) / sum(others)
+        return f"; the first took {first:.1f} s, in which top-k learns, then {rate:.1f} tokens/s"
 
     def _reads(self) -> list[tuple[str, str]]:
         run, statistics = self.run, self.statistics
