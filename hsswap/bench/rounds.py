@@ -98,9 +98,9 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     batches, names = _numbers(args.batch), names_of(args.texts, list(TEXTS), "--texts")
     chosen = names_of(args.ways, [way.name for way in WAYS], "--ways")
     ways = [way for way in WAYS if way.name in chosen]
-    for name, value in (("--draft", args.draft), ("--tokens", args.tokens)):
-        if value < 1:
-            raise ArgumentError(f"{name} is {value}; 1 and more")
+    for name in ("draft", "tokens", "prompt"):
+        if (value := getattr(args, name)) < 1:
+            raise ArgumentError(f"--{name} is {value}; 1 and more")
     model: Any
     texts: dict[str, list[int]]
     if args.quick and args.device == "host":

@@ -75,6 +75,7 @@ async def test_wrong_tokens_are_no_figure() -> None:
         ("--texts", "code,verse"),
         ("--draft", "0"),
         ("--tokens", "0"),
+        ("--prompt", "-4"),
     ],
 )
 def test_refusals(more: tuple[str, str]) -> None:
