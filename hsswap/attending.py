@@ -91,7 +91,7 @@ async def attend_exact(swap: SwapState, query: Query) -> AttendResult:
                     arriving is None
                     and not work.finished
                     and len(launched) < swap.max_tiles_ahead
-                    and not swap.prefetcher.crowded
+                    and (not swap.prefetcher.crowded or work.all_on_device())
                 ):
                     ready = work.lease_next(swap.max_tiles_ahead - len(launched))
                     if ready is None:

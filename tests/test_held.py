@@ -10,6 +10,7 @@ import pytest
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, OutOfSpace, Sequence, SwapConfig
 from hsswap.io.memory import Fault, FaultKind
+from hsswap.prefetch import Prefetcher
 from tests.branches import Branch, alone
 from tests.swap_cases import SMALL, U16, Case, config_for, random_case
 from tests.swap_watch import Linked, Stuck, fill, pools_of, turns, watched, within
@@ -75,6 +76,25 @@ async def test_what_is_held_goes_to_who_needs_it(wanted: list[U16], linked: bool
         for _ in range(3):
             await ask(second, wanted)
         assert await held(swap) == in_no_device_slot(second) > 50
+
+
+async def test_what_is_held_is_not_leased_again_while_somebody_waits(
+    wanted: list[U16], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a lease was never given back, and who waited for room waited for ever."""
+    async with watched(config_of(3)) as swap:
+        sequence = swap.sequence()
+        await fill(sequence, CASE)
+        await swap.flush()
+        for _ in range(2):
+            await ask(sequence, wanted)
+        monkeypatch.setattr(Prefetcher, "crowded", True)
+        queries = CASE.queries[0][699:700]
+        result = await within(lambda: sequence.attend(0, queries))
+        await result.done()
+        assert (np.asarray(result.out) == wanted[0][699:700]).all()
+        assert await held(swap) == in_no_device_slot(sequence) > 50
+        assert all(pool.tier.leases.max() == 1 for pool in pools_of(swap))
 
 
 async def test_nothing_is_taken_from_under_a_reader(wanted: list[U16]) -> None:
