@@ -41,7 +41,7 @@ FLOORS = {32768: 0.8, 131072: 1.2}
 AGAINST = {"host-decided": ("D2a", 1.2), "copies": ("D2b", 3.0), "offloaded": ("D2c", 10.0)}
 """D2: number and floor of each arm."""
 
-PREDICTORS = ("projection", "codes")
+PREDICTORS = ("codes", "projection")
 PROMPT_TOKENS = 1088
 """Of the sequence, with queries, for a predictor that must see some."""
 
