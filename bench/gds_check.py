@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.driver.cuda_errors import load_driver
 from hsswap.errors import HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
 from hsswap.io.gds import Compatibility, GdsIO
@@ -46,10 +47,7 @@ class Device:
     """Device memory from cuda.bindings, in the primary context of device 0."""
 
     def __init__(self) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._call("cuInit", 0)
+        self._driver = load_driver("cuda:0")
         context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", 0))
         self._call("cuCtxSetCurrent", context)
 
@@ -284,11 +282,11 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Check, measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dir", type=Path, action="append", help="where to; may be repeated")
-    parser.add_argument("--threads", type=int, action="append", help="of the backend; repeatable")
-    parser.add_argument("--slices", type=int, default=24, help="turns, 20 and more")
+    parser.add_argument("--dir", type=Path, action="append", help="where files are (.); repeatable")
+    parser.add_argument("--threads", type=int, action="append", help="its threads (8); repeatable")
+    parser.add_argument("--slices", type=int, default=24, help="turns, 20 or more (24)")
     parser.add_argument("--gpudirect", action="store_true", help="refuse the compatibility path")
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--out", type=Path, help="also write the figures to a JSON file")
     arguments = parser.parse_args()
     device = Device()
     results = []
@@ -314,4 +312,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HsswapError as error:
+        sys.exit(f"gds_check: {error}")

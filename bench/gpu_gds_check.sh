@@ -2,9 +2,8 @@
 # kvikio for real, on a GPU host: the gds contract on its driver, then MB/s beside kvikio itself.
 # No GPUDirect is needed: everything is asked for by name on the compatibility path, and says so.
 #
-# Wheels of what the host lacks go into .whl first (see CONTRIBUTING.md); of kvikio these three,
-# each without its dependencies: kvikio-cu13, libkvikio-cu13 (26.6.*), rapids-logger. For the suite:
-# pytest, pytest-asyncio, hypothesis, isal, and what they lack there.
+# GPU_PYTHON (python3) has what pip install '.[gds,cuda,dev]' brings. A host without a network: wheels
+# in .whl are installed first.
 #
 #   bash bench/gpu_gds_check.sh          results in $OUT (default: build/gds)
 set -uo pipefail

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from hsswap.driver.operations import (
     UnitPool,
 )
 from hsswap.driver.tensor import Tensor, tensor_in
+from hsswap.errors import HsswapError
 
 Run = Callable[[], None]
 
@@ -238,7 +240,7 @@ def checksums(bench: Bench, count: int, slices: int) -> dict[str, Any]:
 def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slices", type=int, default=20)
+    parser.add_argument("--slices", type=int, default=20, help="turns of each operation (20)")
     slices = parser.parse_args().slices
     with open_device("cuda:0") as device:
         assert isinstance(device, CudaDevice)
@@ -252,4 +254,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HsswapError as error:
+        sys.exit(f"gpu_operations: {error}")

@@ -150,12 +150,15 @@ def end_all(*_: object) -> None:
 def main() -> int:
     """Run everything; 0 if nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck", "synccheck"])
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--each", type=int, default=4, help="sets of parameters of each test")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="then what runs is ended")
-    parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("build/sanitize"))
+    add, families = parser.add_argument, list(FAMILIES)
+    tools = ["memcheck", "racecheck", "synccheck"]
+    add("--tools", nargs="+", default=tools, metavar="T", help=f"({' '.join(tools)})")
+    text = f"only these families of kernels (all: {' '.join(families)})"
+    add("--families", nargs="+", default=families, choices=families, metavar="F", help=text)
+    add("--each", type=int, default=4, help="sets of parameters of each test (4)")
+    add("--seconds", type=float, default=1800.0, help="then what runs is ended (1800)")
+    add("--processes", type=int, default=6, help="side by side (6)")
+    add("--out", type=Path, default=Path("build/sanitize"), help="a folder (build/sanitize)")
     arguments = parser.parse_args()
     if sanitizer() is None:
         parser.error("compute-sanitizer is not in PATH; it comes with the CUDA toolkit")

@@ -147,10 +147,12 @@ async def measure(kind: str, lengths: list[int], turns: int) -> list[dict[str, A
 
 def main(tell: Callable[..., None] = print) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", default="1000,10000,100000", metavar="N,N")
-    parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B")
-    parser.add_argument("--turns", type=int, default=400)
-    parser.add_argument("--out", type=Path, metavar="F")
+    add = parser.add_argument
+    lengths, kinds = "1000,10000,100000", ",".join(KINDS)
+    add("--blocks", default=lengths, metavar="N,N", help=f"of a sequence ({lengths})")
+    add("--kinds", default=kinds, metavar="A,B", help=f"where the blocks are ({kinds})")
+    add("--turns", type=int, default=400, help="steps of each length (400)")
+    add("--out", type=Path, metavar="F", help="also write the rows to a JSON file")
     args = parser.parse_args()
     rows = []
     for kind in args.kinds.split(","):

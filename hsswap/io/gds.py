@@ -142,8 +142,8 @@ class GdsIO(PosixIO):
         if directory is None:
             raise ConfigError("the gds backend needs a directory")
         reasons = missing_packages()
-        if reasons:
-            raise self._unavailable(reasons)
+        if reasons:  # either path needs what is missing
+            raise self._unavailable(reasons, others=())
         super()._probe(directory)
         self._driver = CudaDriver()
         why = ""
@@ -159,7 +159,7 @@ class GdsIO(PosixIO):
         refused = self._compatibility is Compatibility.REFUSED
         reasons = self._why_not(directory)
         if reasons and refused:
-            raise self._unavailable(reasons)
+            raise self._unavailable(reasons, others=("gds-compat",))
         if reasons:
             return "; ".join(reason.what for reason in reasons)
         try:
@@ -171,12 +171,13 @@ class GdsIO(PosixIO):
         self._device_path = f"GPUDirect Storage ({self._kvikio.version})"
         return ""
 
-    def _unavailable(self, reasons: list[Reason]) -> GdsUnavailable:
-        refused = self._compatibility is Compatibility.REFUSED
-        name, others = ("gds", ", io='gds-compat'") if refused else ("gds-compat", "")
+    def _unavailable(self, reasons: list[Reason], others: tuple[str, ...]) -> GdsUnavailable:
+        """The error for these reasons. ``others``: names that would work all the same."""
+        name = "gds" if self._compatibility is Compatibility.REFUSED else "gds-compat"
+        known = ", ".join(f"io={other!r}" for other in ("auto", "posix", *others))
         return GdsUnavailable(
-            f"io='{name}' cannot work here: {'; '.join(map(str, reasons))}. Otherwise choose "
-            f"io='auto', io='posix'{others}"
+            f"io={name!r} cannot work here: {'; '.join(map(str, reasons))}. Otherwise choose "
+            f"{known}"
         )
 
     def _create(self, path: Path, nbytes: int) -> IOFile:

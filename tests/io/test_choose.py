@@ -11,7 +11,9 @@ from hsswap.errors import ArgumentError, BlockIOError, ClosedError, ConfigError
 from hsswap.io import choose, open_backend
 from hsswap.io.base import Operation
 from hsswap.io.choose import AutoIO
+from hsswap.io.gds_driver import GdsUnavailable
 from hsswap.io.uring_ring import RingRefused
+from tests.conftest import missing_for_gpu
 from tests.io.support import PAGE, Pages, pattern
 from tests.io.transfers import ignore, run, transfer
 
@@ -75,3 +77,15 @@ async def test_misuse(tmp_path: Path) -> None:
     with pytest.raises(BlockIOError) as caught:
         await AutoIO().start(tmp_path / "missing")
     assert caught.value.errno == 2
+
+
+@pytest.mark.skipif(missing_for_gpu() is None, reason="this machine has libcuda.so.1")
+@pytest.mark.parametrize("name", ["gds", "gds-compat"])
+async def test_without_a_driver_neither_path_of_kvikio_is_offered(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GdsUnavailable) as caught:
+        await open_backend(name).start(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"io={name!r} cannot work here: ")
+    assert message.endswith(". Otherwise choose io='auto', io='posix'")
