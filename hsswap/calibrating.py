@@ -338,11 +338,11 @@ class Calibration:
         """The arithmetic, in a thread: what it reads no longer changes."""
         dims, config = self._swap.config.dims, self._config
         heads = []
-        for layer in range(dims.layers):
+        for layer, shown in enumerate(self._keys):
             group = dims.group(layer)
-            positions, keys = self._keys[layer].joined()
+            positions, keys = shown.joined()
             is_plain = group.window is None and group.soft_cap is None
-            values = self._keys[layer].joined_values() if is_plain else None
+            values = shown.joined_values() if is_plain else None
             at, queries = self._queries[layer].joined() if with_queries else (None, None)
             for head in range(group.kv_heads):
                 part = slice(head * group.group_size, (head + 1) * group.group_size)

@@ -17,11 +17,15 @@ from hsswap.bf16 import U16, from_float32
 from hsswap.driver.base import Event, Stream
 from hsswap.models import Llama, LlamaConfig, PlainAttention
 from hsswap.models.llama_weights import LayerWeights, LlamaWeights
+from hsswap.predictor.codes import Learned
 
 if TYPE_CHECKING:
+    from hsswap.calibrating import Calibration
     from hsswap.captured import CapturedSteps
 
 FILL_ROWS = 4096
+TRACES = 8
+"""Layers with a trace of their own; those behind them have these again, in other memory."""
 
 
 @dataclass(slots=True)
@@ -86,23 +90,48 @@ Rows = Callable[[int, slice], tuple[Any, Any]]
 
 
 async def fill_sequence(problem: Problem, rows: Rows, prompt: Callable[[int], Any]) -> None:
-    """Append all K and V; a predictor that must see a prompt's queries is shown one first."""
+    """Append all K and V; a predictor that must see a prompt's queries is shown one first.
+
+    Layers with the same trace share what the predictor learns (:func:`learn_once`).
+    """
     lab, swap, sequence, shape = problem.lab, problem.swap, problem.sequence, problem.shape
     layers = range(swap.config.dims.layers)
     start = shape.prompt
     if start:
+        assert swap.calibration is not None
+        learn_once(swap.calibration, TRACES)
         for layer in layers:
             await sequence.append(layer, *rows(layer, slice(0, start)), stream=lab.stream)
             queries = prompt(layer)
             out = lab.arrays.for_swap(lab.arrays.new(tuple(queries.shape)))
             result = await sequence.attend(layer, queries, out, exact=True, stream=lab.stream)
             await result.done()
-        assert swap.calibration is not None
         await swap.calibration.basis()
     for layer in layers:
         for first in range(start, shape.tokens, FILL_ROWS):
             part = slice(first, min(first + FILL_ROWS, shape.tokens))
             await sequence.append(layer, *rows(layer, part), stream=lab.stream)
+
+
+def learn_once(calibration: Calibration, traces: int) -> None:
+    """Have the first ``traces`` layers learn, and those behind them take over what these learned.
+
+    For layers that have the same traces again: what an 8B model's 256 heads learn takes a thread
+    over a minute.
+    """
+    learn = calibration._learn
+
+    def learn_some(with_queries: bool) -> Learned:
+        layers = len(calibration._keys)
+        calibration._keys, calibration._queries = (
+            shown[:traces] for shown in (calibration._keys, calibration._queries)
+        )
+        learned = learn(with_queries)
+        times = -(-layers // len(calibration._keys))
+        heads = len(learned.codecs) // len(calibration._keys) * layers
+        return Learned((learned.codecs * times)[:heads], (learned.stand_ins * times)[:heads])
+
+    calibration._learn = learn_some  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -182,8 +211,8 @@ class HostArms:
         """See :class:`Arms`."""
         traits = None
         for layer in range(self._model.config.layers):
-            maker = HostMaker(layer)
-            trace = make_trace(maker, problem.shape, layer)
+            maker = HostMaker(layer % TRACES)
+            trace = make_trace(maker, problem.shape, layer % TRACES)
             traits = traits or traits_of(maker, problem.shape, trace)
             self._traces.append(trace)
             self._queries.append(from_float32(trace.queries))

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from hsswap import Sequence
-from hsswap.bench.decode_arms import Arm, Problem, counted_waits, fill_sequence, missed_and_left_out
+from hsswap.bench.decode_arms import (
+    TRACES,
+    Arm,
+    Problem,
+    counted_waits,
+    fill_sequence,
+    missed_and_left_out,
+)
 from hsswap.bench.lab import Lab, tell
 from hsswap.bench.synthetic import BLOCK, Traits, make_trace, traits_of
 from hsswap.models import LlamaConfig
@@ -25,8 +32,6 @@ from hsswap.models.torch_llama import TorchAttention, TorchLlama, random_weights
 from hsswap.models.torch_step import StepAttention, captured, on_device
 
 TOKENS_A_SLICE = 8
-TRACES = 8
-"""Layers with a trace of their own; those behind them have these again, in other memory."""
 
 
 class TorchMaker:

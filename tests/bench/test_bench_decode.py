@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hsswap import HighSpeedSwap, ModelDims, SwapConfig
+from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, SwapConfig
 from hsswap.__main__ import main
 from hsswap.bench.decode import MODEL_8B, MODEL_SMALL, SIZES, SMALL, config_of
-from hsswap.bench.decode_arms import counted_waits
+from hsswap.bench.decode_arms import counted_waits, learn_once
 from hsswap.bench.synthetic import HostMaker, Shape, make_trace, traits_of
+from hsswap.bf16 import from_float32
+from hsswap.codec import HeadCodec
+from hsswap.predictor import CodesPredictor
+from hsswap.predictor.codes import Learned
 from hsswap.topk import TopK
 
 
@@ -44,6 +49,53 @@ def test_a_tenth_of_the_cache_is_in_device_slots() -> None:
         config = config_of(MODEL_8B, one, "cuda:0")
         assert config.host_slots > MODEL_8B.layers * blocks
     assert config_of(MODEL_SMALL, SMALL[0], "host").max_sequences == 2
+
+
+async def learned_by(layers: int, traces: int) -> tuple[Learned, tuple[HeadCodec, ...]]:
+    """What a prompt teaches where layer n has trace n % 2, and what the predictor then uses."""
+    tokens, heads = 1088, 2
+    dims = ModelDims.uniform(layers=layers, q_heads=4, kv_heads=heads, head_dim=16)
+    config = SwapConfig(
+        dims, 2048, device_slots=512, host_slots=512, tile_tokens=256, io="memory",
+        predictor=PredictorConfig("codes"),
+    )  # fmt: skip
+    seen: list[Learned] = []
+    async with HighSpeedSwap.open(config) as swap, swap.sequence(top_k=TopK(4)) as sequence:
+        calibration = swap.calibration
+        assert calibration is not None
+        learn_once(calibration, traces)
+        learn = calibration._learn
+
+        def learn_and_tell(with_queries: bool) -> Learned:
+            seen.append(learn(with_queries))
+            return seen[0]
+
+        calibration._learn = learn_and_tell  # type: ignore[method-assign]
+        for layer in range(layers):
+            trace = make_trace(HostMaker(layer % 2), Shape(4, heads, 16, tokens, 2, tokens), 0)
+            rows = (from_float32(part) for part in (trace.keys, trace.values))
+            await sequence.append(layer, *rows)
+            result = await sequence.attend(layer, from_float32(trace.prompt), exact=True)
+            await result.done()
+        await calibration.basis()
+        assert isinstance(swap.predictor, CodesPredictor)
+        return seen[0], swap.predictor.codecs
+
+
+async def test_layers_with_the_same_trace_share_what_is_learned() -> None:
+    (alone, _), (shared, used) = await learned_by(2, traces=8), await learned_by(5, traces=2)
+    assert used == shared.codecs
+    assert len(alone.codecs) == len(alone.stand_ins) == 4
+    assert len(shared.codecs) == len(shared.stand_ins) == 10
+    assert alone.stand_ins[0].scale.any()
+    for number in range(10):  # bit for bit as if the other layers were not there
+        for one, other in (
+            (shared.codecs[number], alone.codecs[number % 4]),
+            (shared.stand_ins[number], alone.stand_ins[number % 4]),
+        ):
+            for field in fields(other):
+                assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
+    assert not np.array_equal(alone.codecs[0].encode, alone.codecs[2].encode)
 
 
 async def test_waits_are_counted() -> None:
