@@ -1,10 +1,14 @@
-"""``hsswap bench overlap``: do reads hide behind compute (O1), what does the public call cost (O2).
+"""``hsswap bench overlap``: do reads hide behind compute (O1), what does the public call cost (O2),
+and does the event loop stay free meanwhile (L1).
 
 O1 is (read alone + compute alone - wall) / the smaller of the two, for a prefill chunk whose blocks
 come from the host tier, and for decode with a layer's matrix products between attends, where a part
 of the blocks comes from the store. *Alone* is the same calls with the other half muted: the
 device's gathers, or its attention. The calls' own time, with both muted, is taken off all three:
 it is in each of them, and would count as overlap where it rules.
+
+L1 is how late the loop comes to a timer of the kernel that is due each millisecond, while tokens
+are decoded with blocks from the store, and while the same calls read alone, as fast as they can.
 
 O2 is the time of a public attend with everything resident, called back to back, over the device
 time of the kernels that it launches (on a GPU replayed from a graph).
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +28,16 @@ from typing import Any
 
 from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig
 from hsswap.bench.common import Machine, names_of
-from hsswap.bench.lab import Lab, Muted, Turns, fill, muted, tell
+from hsswap.bench.lab import Lab, Muted, Turns, fill, muted
+from hsswap.bench.lag import LoopLag
+from hsswap.bench.overlap_rows import Row, call_row, lag_row, overlap_row
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.places import file_to_write
 
-Row = dict[str, Any]
 BLOCK = 16
 MEASURES = ("prefill", "decode", "call", "captured")
+LAG_S = 2.0
+"""So long the loop is watched in each arm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +219,18 @@ class _Bench:
             readers = 2 * len(turns.seconds["wall"]) + 2  # wall and read, and once to warm up
             read_bytes = (swap.statistics().bytes_read - before) // readers
             path = swap.statistics().path
+            lags = {name: await self._lags(arms[name]) for name in ("wall", "read")}
         amount = f"{read_bytes >> 10} KiB a token from {path}"
         name = f"decode, {layers} layers over {tokens} tokens, {amount}"
-        return [overlap_row(name, turns, read_bytes)]
+        return [overlap_row(name, turns, read_bytes), lag_row(name, lags)]
+
+    async def _lags(self, token: Callable[[], Awaitable[float]]) -> list[float]:
+        """How late the loop is while tokens are made, one after the other."""
+        end = time.perf_counter() + (0.1 if self.quick else LAG_S)
+        with LoopLag() as watch:
+            while time.perf_counter() < end:
+                await token()
+        return watch.lags
 
     async def call(self) -> list[Row]:
         """O2: the public call with everything resident."""
@@ -331,50 +348,3 @@ class _Bench:
             return graph.run_us(self.sizes.calls) / 1e6
 
         return replayed
-
-
-def call_row(name: str, turns: Turns, floor: float) -> Row:
-    """O2 of one way to call."""
-    ratio = turns.of_turns(lambda bare, public: public / bare)
-    public, bare = turns.median_us("public"), turns.median_us("bare")
-    tell(
-        f"{name}: {public.median:.1f} us, kernels {bare.median:.1f}: {ratio.median:.2f} "
-        f"[{ratio.low:.2f}, {ratio.high:.2f}]"
-    )
-    return {
-        "id": "O2",
-        "name": name,
-        "public_us": asdict(public),
-        "bare_us": asdict(bare),
-        "ratio": asdict(ratio),
-        "floor": floor,
-        "passed": ratio.high <= floor,
-    }
-
-
-def overlap_row(name: str, turns: Turns, nbytes: int) -> Row:
-    """O1 of one measure; a ratio counts where the two halves are within 2x of each other."""
-
-    def share(wall: float, read: float, compute: float, calls: float) -> float:
-        return (read + compute - calls - wall) / (min(read, compute) - calls)
-
-    overlap = turns.of_turns(share)
-    medians = {arm: turns.median_us(arm) for arm in turns.seconds}
-    read, compute, calls = (medians[arm].median for arm in ("read", "compute", "calls"))
-    comparable = max(read, compute) - calls <= 2 * (min(read, compute) - calls)
-    tell(
-        f"{name}: read {read:.0f} us ({nbytes / read / 1e3:.1f} GB/s), compute {compute:.0f}, both "
-        f"{medians['wall'].median:.0f}, calls {calls:.0f}: overlap {overlap.median:.2f} "
-        f"[{overlap.low:.2f}, {overlap.high:.2f}]"
-        + ("" if comparable else "; not within 2x of each other: does not count")
-    )
-    return {
-        "id": "O1",
-        "name": name,
-        **{f"{arm}_us": asdict(medians[arm]) for arm in medians},
-        "read_bytes": nbytes,
-        "overlap": asdict(overlap),
-        "within_2x": comparable,
-        "floor": 0.7,
-        "passed": comparable and overlap.low >= 0.7,
-    }

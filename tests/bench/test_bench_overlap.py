@@ -16,7 +16,7 @@ from hsswap import HighSpeedSwap, ModelDims, SwapConfig
 from hsswap.__main__ import main
 from hsswap.bench.lab import Lab, Turns, fill, muted
 from hsswap.bench.launches import Graph
-from hsswap.bench.overlap import overlap_row
+from hsswap.bench.overlap_rows import lag_row, overlap_row
 from hsswap.errors import DeviceError
 
 
@@ -44,6 +44,14 @@ def test_time_that_every_call_takes_is_no_overlap() -> None:
     assert row["overlap"]["median"] == 0.0
     row = overlap_row("x", turns_of(12.0, 12.0, 11.5, 10.0), 1000)
     assert row["overlap"]["median"] == 1.0
+
+
+def test_a_loop_is_as_late_as_in_its_worse_arm() -> None:
+    lags = {"wall": [0.0001] * 98 + [0.0019] * 2, "read": [0.0001] * 199 + [0.5]}
+    row = lag_row("x", lags)
+    assert row["loop_lag_ms"]["wall"] == {"p50": 0.1, "p99": 1.9, "timers": 100}
+    assert row["passed"]
+    assert not lag_row("x", {**lags, "read": [0.0001] * 97 + [0.0021] * 3})["passed"]
 
 
 async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
@@ -104,7 +112,8 @@ def test_a_small_run_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*words, "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(out.read_text())
-    assert [row["id"] for row in found["rows"]] == ["O1", "O1", "O2", "O2"]
+    assert [row["id"] for row in found["rows"]] == ["O1", "O1", "L1", "O2", "O2"]
+    assert found["rows"][2]["loop_lag_ms"]["wall"]["timers"] > 0
     assert found["rows"][1]["read_bytes"] > 0  # decode did read, from the folder given
     assert list(tmp_path.iterdir()) == [out]
 
