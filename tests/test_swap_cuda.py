@@ -162,7 +162,10 @@ async def test_a_prompts_last_rows_teach_what_they_teach_on_the_host() -> None:
     outs = {}
     for device in ("host", "cuda:0"):
         for stand_in in (True, False):
-            settings = replace(config(), device=device, io="memory")
+            # On a GPU a tile has 64 blocks and more, and the ring two of them.
+            settings = replace(
+                config(), device=device, io="memory", device_slots=256, host_slots=256
+            )
             top_k = TopK(6, cache_factor=3, stand_in=stand_in)
             async with HighSpeedSwap.open(settings) as swap, swap.sequence(top_k=top_k) as sequence:
                 fed = await feed(swap, sequence, case, chunks)
