@@ -32,12 +32,12 @@ class SeedUse(SwapState):
     async def alloc_disk_block_id(self) -> int:
         """A new id, valid in every layer, with one reference. Raises OutOfBlocks."""
         self.check_open()
-        return self._store.alloc_disk_block_id()
+        return int(self._store.ids.allocate(1)[0])
 
     async def inc_disk_ref(self, *, block: int) -> None:
         """One more holder of an id; its blocks cannot be changed then. Raises StaleBlockId."""
         self.check_open()
-        self._store.inc_disk_ref(block)
+        self._store.ids.add_reference([block])
 
     async def dec_disk_ref(self, *, block: int) -> int:
         """One holder less; how many are left. The last frees the id, behind work that uses it.
@@ -46,18 +46,18 @@ class SeedUse(SwapState):
         """
         async with self.named.turn:  # behind an offload to the same id
             self.check_open()
-            if self._store.disk_refcount(block) > 1:
-                return self._store.dec_disk_ref(block)
+            if self._store.ids.refcount(block) > 1:
+                return self._store.ids.drop_one(block)
             await self._free_id(block)
             return 0
 
     def disk_refcount(self, *, block: int) -> int:
         """How many hold an id. Raises StaleBlockId when nobody does."""
-        return self._store.disk_refcount(block)
+        return self._store.ids.refcount(block)
 
     def disk_free_count(self) -> int:
         """Ids that can be given out."""
-        return self._store.disk_free_count()
+        return self._store.ids.free_count
 
     async def _free_id(self, block: int) -> None:
         """Let go of an id that has one holder, in every layer."""

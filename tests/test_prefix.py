@@ -24,11 +24,10 @@ from hsswap import (
 )
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.branches import TOP_K, Branch
-from tests.swap_cases import MIXED, SMALL, config_for, random_case
+from tests.swap_cases import SMALL, config_for, random_case
 from tests.swap_watch import turns, watched
 
 CASE = random_case(SMALL, 900, seed=41)
-OTHER = random_case(MIXED, 900, seed=42)
 TOKENS = np.arange(900) * 7 % 501
 """What the rows of a case are as tokens."""
 

@@ -64,11 +64,6 @@ class CudaError(DeviceError):
         super().__init__(message)
         self.code = code
 
-    @property
-    def is_sticky(self) -> bool:
-        """Whether the context is lost, so that nothing on this GPU works in this process."""
-        return self.code in _STICKY
-
 
 def error_of(code: Any, what: str) -> CudaError:
     """The error that says what ``code``, a CUresult, means for the call ``what``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from math import prod
-from typing import TypeVar
 
 from hsswap.driver import cuda_operations, cuda_rounds_rows
 from hsswap.driver.base import Stream
@@ -32,8 +31,6 @@ from hsswap.driver.round_operations import (
     TokenRingWork,
 )
 from hsswap.driver.tensor import Tensor
-
-W = TypeVar("W")
 
 WARP = 32
 WORD_THREADS = 256  # of round_words.cu

@@ -7,7 +7,7 @@ rows of logits and token histories are left to NumPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,6 @@ from hsswap.driver.round_operations import (
 )
 from hsswap.driver.tensor import Tensor
 
-if TYPE_CHECKING:
-    pass
-
-W = TypeVar("W")
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
 

@@ -114,10 +114,6 @@ class StoreDirectory:
             raise
         return cls(path, lock, made, keep=keep)
 
-    def segment_path(self, number: int) -> Path:
-        """The file of a segment."""
-        return self.path / segment_name(number)
-
     def close(self) -> None:
         """Remove what is ours and unlock. Twice is fine. Raises BlockIOError at the end.
 

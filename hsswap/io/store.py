@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hsswap.config import ModelDims
-from hsswap.errors import ArgumentError, BlockIOError, ClosedError
+from hsswap.errors import BlockIOError, ClosedError
 from hsswap.io.base import BlockChecksums, BlockIO, Operation, Priority
 from hsswap.io.calls import Call, check_codes_version, check_lengths
 from hsswap.io.contents import StoredBlocks
@@ -31,13 +31,12 @@ from hsswap.io.opening import (
     open_parts,
 )
 from hsswap.io.runs import OnBlocksDone
-from hsswap.io.seed_ids import SeedIds
 from hsswap.io.space import SpaceLimits
 from hsswap.io.statistics import StoreStatistics
 from hsswap.io.waiting import to_the_end, until_done
 
 
-class BlockStore(SeedIds):
+class BlockStore:
     """Blocks of a model on disk. Open it with :meth:`open`; leaving ``async with`` closes it.
 
     ``ids`` gives out block ids, valid in every layer. ``path`` says which way the bytes take.
@@ -308,19 +307,6 @@ class BlockStore(SeedIds):
         finally:
             self.ids.drop_reference([block_id])
         return copied
-
-    def prefix_key(self, tokens: ArrayLike) -> bytes:
-        """The key of a prefix of whole blocks: 32 bytes, the same in every process.
-
-        Raises ArgumentError for tokens that are no whole number of blocks.
-        """
-        keys = self._prefixes.keys.of(tokens)
-        count = np.asarray(tokens).size
-        if not keys or count != len(keys) * self.dims.block_size:
-            raise ArgumentError(
-                f"{count} tokens are no whole number of blocks of {self.dims.block_size}"
-            )
-        return keys[-1]
 
     def commit_prefix(self, tokens: ArrayLike, ids: ArrayLike) -> int:
         """Give the blocks of a prefix their keys, so that :meth:`find_prefix` finds them.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hsswap.bench.predictor_contexts import Context
 from hsswap.bench.predictor_traces import Sizes, Trace, trace_of
 from hsswap.bench.predictor_view import LayerView
-from hsswap.bf16 import F32, U16, from_float32, to_float32
+from hsswap.bf16 import U16, from_float32
 from hsswap.models import Llama, open_gguf
 from tests.models.tiny_llama import WORDS, Tiny, tiny_weights, write_tiny
 
@@ -47,11 +47,6 @@ def float64_weights(view: LayerView, head: int, query: int, row: int) -> F64:
     logits = view.keys[head, :end].astype(np.float64) @ q / np.sqrt(len(q))
     weights = np.exp(logits - logits.max())
     return np.asarray(weights / weights.sum())
-
-
-def values_of(trace: Trace, layer: int) -> F32:
-    """``[H, T, d]``."""
-    return np.ascontiguousarray(to_float32(trace.values(layer)).transpose(1, 0, 2))
 
 
 def distance(a: NDArray[Any], b: NDArray[Any]) -> float:

@@ -125,11 +125,6 @@ async def test_a_batch_beyond_the_limit_is_refused_whole(io: BlockIO, file: IOFi
     await collector.all(1)
 
 
-def shifted(pages: Pages, by: int) -> Pages:
-    pages.addresses = pages.addresses + np.uint64(by)
-    return pages
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -81,23 +81,24 @@ async def test_kept_blocks_go_when_room_is_needed_oldest_first() -> None:
         await check_ids(store, rest)
 
 
-async def test_the_seeds_calls() -> None:
+async def test_references_are_counted() -> None:
     async with await open_store(memory(), capacity=2) as store:
-        first, second = store.alloc_disk_block_id(), store.alloc_disk_block_id()
-        assert store.disk_free_count() == 0
+        ids = store.ids
+        first, second = ids.allocate(2).tolist()
+        assert ids.free_count == 0
         with pytest.raises(OutOfBlocks):
-            store.alloc_disk_block_id()
-        store.inc_disk_ref(first)
-        assert store.disk_refcount(first) == 2
-        assert store.dec_disk_ref(first) == 1
-        assert store.dec_disk_ref(first) == 0
-        for call in (store.inc_disk_ref, store.dec_disk_ref, store.disk_refcount):
+            ids.allocate(1)
+        ids.add_reference([first])
+        assert ids.refcount(first) == 2
+        assert ids.drop_one(first) == 1
+        assert ids.drop_one(first) == 0
+        for call in (lambda stale: ids.add_reference([stale]), ids.drop_one, ids.refcount):
             for stale in (first, -1, 1 << 62, 12345):
                 with pytest.raises(StaleBlockId):
                     call(stale)
-        assert store.disk_free_count() == 1
-        assert store.alloc_disk_block_id() != first
-        assert store.disk_refcount(second) == 1
+        assert ids.free_count == 1
+        assert ids.allocate(1) != [first]
+        assert ids.refcount(second) == 1
 
 
 # Copy-on-write.
@@ -120,8 +121,8 @@ async def test_shared_blocks_are_not_written_and_can_be_copied() -> None:
             assert np.array_equal(found, content_of(store, ids[1:2], layer))
         assert not (await write(store, 0, index, pattern(1, 4096, 2))).errors
         await check_ids(store, ids[1:2])
-        assert store.disk_refcount(int(ids[1])) == 2
-        assert store.disk_refcount(copied) == 1
+        assert store.ids.refcount(int(ids[1])) == 2
+        assert store.ids.refcount(copied) == 1
         with pytest.raises(StaleBlockId):
             await store.copy_block(-1)
 
@@ -135,7 +136,7 @@ async def test_a_copy_that_fails_takes_no_id() -> None:
         with pytest.raises(BlockIOError):
             await store.copy_block(int(ids[0]))
         assert store.ids.free_count == free
-        assert store.disk_refcount(int(ids[0])) == 1
+        assert store.ids.refcount(int(ids[0])) == 1
 
 
 # Prefixes.
@@ -155,11 +156,11 @@ async def test_prefixes_are_found_again_by_another_process(tmp_path: Path) -> No
         other = np.concatenate([tokens[:96], tokens_of(2, 4)])
         found = store.find_prefix(other)
         assert found.tolist() == ids[:6].tolist()
-        assert store.disk_refcount(int(found[0])) == 1
+        assert store.ids.refcount(int(found[0])) == 1
         assert store.find_prefix(tokens[1:]).tolist() == []
         whole = store.find_prefix(np.append(tokens, [5, 6]))
         assert whole.tolist() == ids.tolist()
-        assert store.disk_refcount(int(found[0])) == 2
+        assert store.ids.refcount(int(found[0])) == 2
         await check_ids(store, whole)
         outcome = await write(store, 0, store.ids.check(whole[6:7]), pattern(1, 4096, 1))
         assert isinstance(outcome.errors[0], SharedBlock)
@@ -209,10 +210,6 @@ async def test_what_cannot_be_a_prefix_is_refused() -> None:
             store.commit_prefix([0.5] * 48, ids)
         with pytest.raises(StaleBlockId):
             store.commit_prefix(tokens, [1, 2, 3])
-        with pytest.raises(ArgumentError, match="whole number"):
-            store.prefix_key(tokens[:17])
-        with pytest.raises(ArgumentError, match="whole number"):
-            store.prefix_key([])
         assert store.find_prefix(tokens).tolist() == []
         assert store.statistics().prefix_blocks == 0
 

@@ -204,7 +204,7 @@ def test_the_lock_is_a_file_of_ours(tmp_path: Path) -> None:
 def held(path: Path) -> StoreDirectory:
     """A directory that is locked, with a segment in it."""
     directory = StoreDirectory.open(path)
-    directory.segment_path(0).write_bytes(b"of " + str(path).encode())
+    (path / segment_name(0)).write_bytes(b"of " + str(path).encode())
     return directory
 
 

@@ -26,8 +26,6 @@ from tests.io.support import PAGE, Pages, pattern
 from tests.io.test_spans import Ends, spans
 from tests.io.transfers import ignore, transfer
 
-SHM = Path("/dev/shm")
-
 
 class FakeRing:
     """Runs entries on a bytes object, moving at most so many bytes each, or failing, by a script.
