@@ -277,7 +277,7 @@ class CudaDevice(Device, Launcher):
         return made
 
     def round_kernels(self) -> RoundKernels:
-        return RoundKernels(self._enqueue, cuda_rounds.FUNCTIONS)
+        return RoundKernels(self._enqueue, cuda_rounds)
 
     def _enqueue(
         self,

@@ -1,4 +1,5 @@
-"""The kernels of speculative rounds on a GPU: parameters and grids.
+"""The kernels of speculative rounds on a GPU: parameters and grids, each under the name of its
+method of :class:`~hsswap.driver.rounds_base.RoundKernels`.
 
 Written against :class:`Launcher`, as ``cuda_operations``; the structs are those at the top of the
 kernels' files. Bookkeeping takes a thread block a sequence, rows of logits one or more a row.
@@ -7,12 +8,14 @@ kernels' files. Bookkeeping takes a thread block a sequence, rows of logits one 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from math import prod
 
-from hsswap.driver import cuda_operations, cuda_rounds_rows
 from hsswap.driver.base import Stream
+from hsswap.driver.cuda_operations import copy_words as copy_add  # noqa: F401 - found by its name
 from hsswap.driver.cuda_rounds_rows import address_of
+from hsswap.driver.cuda_rounds_rows import argmax as argmax
+from hsswap.driver.cuda_rounds_rows import reject as reject
+from hsswap.driver.cuda_rounds_rows import sample as sample
 from hsswap.driver.cuda_seam import Grid, Launcher
 from hsswap.driver.round_operations import (
     AcceptWork,
@@ -68,27 +71,27 @@ def _words(
     device.launch(stream, kernel, {}, grid, Grid(WORD_THREADS), 0, params)
 
 
-def pack(device: Launcher, stream: Stream, work: PackWork) -> None:
+def pack_tok_p(device: Launcher, stream: Stream, work: PackWork) -> None:
     """See :class:`PackWork`."""
     tensors = (work.drafts, work.token, work.probability, None)
     numbers = (*work.drafts.shape, work.slot)
     _words(device, stream, "pack_tok_p", tensors, numbers)
 
 
-def map_tokens(device: Launcher, stream: Stream, work: MapWork) -> None:
+def tok_map_u32(device: Launcher, stream: Stream, work: MapWork) -> None:
     """See :class:`MapWork`."""
     numbers = (work.token.shape[0], work.token_map.shape[0], 0)
     tensors = (work.token, None, work.token_map, work.flags)
     _words(device, stream, "tok_map", tensors, numbers)
 
 
-def token_ring(device: Launcher, stream: Stream, work: TokenRingWork) -> None:
+def plain_tok_ring(device: Launcher, stream: Stream, work: TokenRingWork) -> None:
     """See :class:`TokenRingWork`."""
     tensors = (work.ring, work.token, work.pos_start, work.entry)
     _words(device, stream, "token_ring", tensors, (*work.ring.shape, 0))
 
 
-def iota(device: Launcher, stream: Stream, work: IotaWork) -> None:
+def pos_iota_i32(device: Launcher, stream: Stream, work: IotaWork) -> None:
     """See :class:`IotaWork`."""
     tensors = (work.out, work.counter, None, None)
     numbers = (*work.out.shape, work.plus)
@@ -101,7 +104,7 @@ def set_word(device: Launcher, stream: Stream, work: SetWork) -> None:
     _words(device, stream, "set_word", tensors, (*work.target.shape, work.index), work.value)
 
 
-def ngram(device: Launcher, stream: Stream, work: NgramWork) -> None:
+def ngram_draft(device: Launcher, stream: Stream, work: NgramWork) -> None:
     """See :class:`NgramWork`."""
     sequences, tokens = work.history.shape
     params = struct.pack(
@@ -122,7 +125,7 @@ def ngram(device: Launcher, stream: Stream, work: NgramWork) -> None:
 # --- a thread block a sequence
 
 
-def assemble(device: Launcher, stream: Stream, work: AssembleWork) -> None:
+def spec_assemble_verify(device: Launcher, stream: Stream, work: AssembleWork) -> None:
     """See :class:`AssembleWork`."""
     sequences, words = work.drafts.shape
     params = _rules(work.rules) + struct.pack(
@@ -206,32 +209,32 @@ def _accept_tensors(
     return work.preds, vtok, work.last_pred, acc, brk, ring, work.tally
 
 
-def accept(device: Launcher, stream: Stream, work: AcceptWork) -> None:
+def spec_accept_greedy_dc(device: Launcher, stream: Stream, work: AcceptWork) -> None:
     """See :class:`AcceptWork`."""
     _end(device, stream, work.acc, accepting=work)
 
 
-def seed(device: Launcher, stream: Stream, work: SeedWork) -> None:
+def spec_seed_gather(device: Launcher, stream: Stream, work: SeedWork) -> None:
     """See :class:`SeedWork`."""
     _end(device, stream, work.acc, seeding=work)
 
 
-def rollback(device: Launcher, stream: Stream, work: RollbackWork) -> None:
+def spec_rollback_stream(device: Launcher, stream: Stream, work: RollbackWork) -> None:
     """See :class:`RollbackWork`."""
     _end(device, stream, work.acc, rolling=work)
 
 
-def commit(device: Launcher, stream: Stream, work: CommitWork) -> None:
+def spec_ring_commit(device: Launcher, stream: Stream, work: CommitWork) -> None:
     """See :class:`CommitWork`."""
     _end(device, stream, work.acc, committing=work)
 
 
-def adapt(device: Launcher, stream: Stream, work: AdaptWork) -> None:
+def spec_adapt_k(device: Launcher, stream: Stream, work: AdaptWork) -> None:
     """See :class:`AdaptWork`."""
     _end(device, stream, work.acc, adapting=work)
 
 
-def round_end(device: Launcher, stream: Stream, work: RoundEndWork) -> None:
+def spec_round_end(device: Launcher, stream: Stream, work: RoundEndWork) -> None:
     """See :class:`RoundEndWork`."""
     _end(
         device,
@@ -243,25 +246,3 @@ def round_end(device: Launcher, stream: Stream, work: RoundEndWork) -> None:
         committing=work.commit,
         adapting=work.adapt,
     )
-
-
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    "pack_tok_p": pack,
-    "tok_map_u32": map_tokens,
-    "spec_assemble_verify": assemble,
-    "spec_accept_greedy_dc": accept,
-    "spec_seed_gather": seed,
-    "spec_rollback_stream": rollback,
-    "spec_ring_commit": commit,
-    "spec_adapt_k": adapt,
-    "spec_round_end": round_end,
-    "plain_tok_ring": token_ring,
-    "argmax": cuda_rounds_rows.argmax,
-    "pos_iota_i32": iota,
-    "copy_add": cuda_operations.copy_words,
-    "set_word": set_word,
-    "ngram_draft": ngram,
-    "sample": cuda_rounds_rows.sample,
-    "reject": cuda_rounds_rows.reject,
-}
-"""By the methods of :class:`~hsswap.driver.rounds_base.RoundKernels`."""

@@ -183,7 +183,7 @@ class HostDevice(Device):
 
     def copy_words(self, stream: Stream, work: CopyWork) -> None:
         """See :class:`CopyWork`."""
-        self._enqueue(stream, "copy_words", round_checks.copy, host_rounds.copy, work)
+        self._enqueue(stream, "copy_words", round_checks.copy, host_rounds.copy_add, work)
 
     def skipping(self, graph: Graph, work: RunningWork) -> Graph:
         """See :class:`Device`."""
@@ -195,7 +195,7 @@ class HostDevice(Device):
         return graph.skipping(partial(host_rounds.is_running, checked))
 
     def round_kernels(self) -> RoundKernels:
-        return RoundKernels(self._enqueue, host_rounds.FUNCTIONS)
+        return RoundKernels(self._enqueue, host_rounds)
 
     def close(self) -> None:
         """Close graphs, wait for the streams, unmap every buffer. A second call does nothing."""

@@ -1,4 +1,5 @@
-"""The kernels of speculative rounds on the host device.
+"""The kernels of speculative rounds on the host device, each under the name of its method of
+:class:`~hsswap.driver.rounds_base.RoundKernels`.
 
 A batch has few sequences and a round few tokens, so the bookkeeping is plain Python over both; only
 rows of logits and token histories are left to NumPy.
@@ -6,14 +7,14 @@ rows of logits and token histories are left to NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver import host_rounds_sampling
 from hsswap.driver.host_memory import Scratch
+from hsswap.driver.host_rounds_sampling import reject as reject
+from hsswap.driver.host_rounds_sampling import sample as sample
 from hsswap.driver.round_operations import (
     NO_TOKEN,
     UNWRITTEN,
@@ -41,14 +42,14 @@ I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
 
 
-def pack(work: PackWork, scratch: Scratch) -> None:
+def pack_tok_p(work: PackWork, scratch: Scratch) -> None:
     """See :class:`PackWork`."""
     drafts = work.drafts.array()
     drafts[:, 2 * work.slot] = work.token.array()
     drafts[:, 2 * work.slot + 1] = work.probability.array().view(np.uint32)
 
 
-def map_tokens(work: MapWork, scratch: Scratch) -> None:
+def tok_map_u32(work: MapWork, scratch: Scratch) -> None:
     """See :class:`MapWork`."""
     token, flags = work.token.array(), work.flags.array()
     table = work.token_map.array()
@@ -58,7 +59,7 @@ def map_tokens(work: MapWork, scratch: Scratch) -> None:
     token[~known] = NO_TOKEN
 
 
-def assemble(work: AssembleWork, scratch: Scratch) -> None:
+def spec_assemble_verify(work: AssembleWork, scratch: Scratch) -> None:
     """See :class:`AssembleWork`."""
     drafts, vtok, brk = work.drafts.array(), work.vtok.array(), work.brk.array()
     flags, pend = work.rules.flags.array(), work.pend.array()
@@ -102,7 +103,7 @@ def _drafts_taken(work: AssembleWork, s: int, base: int, room: int) -> list[int]
     return taken
 
 
-def accept(work: AcceptWork, scratch: Scratch) -> None:
+def spec_accept_greedy_dc(work: AcceptWork, scratch: Scratch) -> None:
     """See :class:`AcceptWork`."""
     flags, brk, acc = work.rules.flags.array(), work.brk.array(), work.acc.array()
     for s in range(len(acc)):
@@ -149,14 +150,14 @@ def _committed(acc: Tensor, brk: Tensor) -> I32:
     return rows
 
 
-def seed(work: SeedWork, scratch: Scratch) -> None:
+def spec_seed_gather(work: SeedWork, scratch: Scratch) -> None:
     """See :class:`SeedWork`."""
     hidden, into = work.hidden.array(), work.h_seed.array()
     for s, rows in enumerate(_committed(work.acc, work.brk).tolist()):
         into[s] = hidden[s, rows - 1] if rows else work.fill_prev.array()[s]
 
 
-def rollback(work: RollbackWork, scratch: Scratch) -> None:
+def spec_rollback_stream(work: RollbackWork, scratch: Scratch) -> None:
     """See :class:`RollbackWork`."""
     lengths = work.pos_start.array() + _committed(work.acc, work.brk)
     for pointers, length in zip(work.len_ptrs.array().tolist(), lengths, strict=True):
@@ -164,7 +165,7 @@ def rollback(work: RollbackWork, scratch: Scratch) -> None:
             Tensor(pointer, (1,), (4,), "i32", False, None).array()[0] = length
 
 
-def commit(work: CommitWork, scratch: Scratch) -> None:
+def spec_ring_commit(work: CommitWork, scratch: Scratch) -> None:
     """See :class:`CommitWork`."""
     acc, brk, ring = work.acc.array(), work.brk.array(), work.ring.array()
     for s in range(len(acc)):
@@ -190,24 +191,24 @@ def commit(work: CommitWork, scratch: Scratch) -> None:
             known[:] = tokens[: len(known)]
 
 
-def adapt(work: AdaptWork, scratch: Scratch) -> None:
+def spec_adapt_k(work: AdaptWork, scratch: Scratch) -> None:
     """See :class:`AdaptWork`."""
     wanted = np.maximum(work.acc.array()[:, 0].astype(np.int64) + 1, work.floor)
     work.depth.array()[:, 0] = np.minimum(wanted, work.cap)
 
 
-def round_end(work: RoundEndWork, scratch: Scratch) -> None:
+def spec_round_end(work: RoundEndWork, scratch: Scratch) -> None:
     """See :class:`RoundEndWork`."""
-    accept(work.accept, scratch)
+    spec_accept_greedy_dc(work.accept, scratch)
     if work.seed is not None:
-        seed(work.seed, scratch)
-    rollback(work.rollback, scratch)
-    commit(work.commit, scratch)
+        spec_seed_gather(work.seed, scratch)
+    spec_rollback_stream(work.rollback, scratch)
+    spec_ring_commit(work.commit, scratch)
     if work.adapt is not None:
-        adapt(work.adapt, scratch)
+        spec_adapt_k(work.adapt, scratch)
 
 
-def token_ring(work: TokenRingWork, scratch: Scratch) -> None:
+def plain_tok_ring(work: TokenRingWork, scratch: Scratch) -> None:
     """See :class:`TokenRingWork`."""
     ring = work.ring.array()
     steps = work.pos_start.array().astype(np.int64) - work.entry.array()
@@ -243,13 +244,13 @@ def argmax(work: ArgmaxWork, scratch: Scratch) -> None:
         work.flags.array()[empty.any(axis=1)] |= np.uint32(RoundFlag.BAD_TOKEN)
 
 
-def iota(work: IotaWork, scratch: Scratch) -> None:
+def pos_iota_i32(work: IotaWork, scratch: Scratch) -> None:
     """See :class:`IotaWork`."""
     out = work.out.array()
     out[...] = work.counter.array()[:, None] + np.arange(out.shape[1]) + work.plus
 
 
-def copy(work: CopyWork, scratch: Scratch) -> None:
+def copy_add(work: CopyWork, scratch: Scratch) -> None:
     """See :class:`CopyWork`."""
     source = work.source.array()
     work.target.array()[...] = (source.astype(np.int64) + work.plus).astype(source.dtype)
@@ -260,7 +261,7 @@ def set_word(work: SetWork, scratch: Scratch) -> None:
     work.target.array()[:, work.index] = work.value
 
 
-def ngram(work: NgramWork, scratch: Scratch) -> None:
+def ngram_draft(work: NgramWork, scratch: Scratch) -> None:
     """See :class:`NgramWork`."""
     drafts, history = work.drafts.array(), work.history.array()
     count = drafts.shape[1] // 2
@@ -290,25 +291,3 @@ def _last_place(known: U32, shortest: int, longest: int) -> int | None:
         if len(found):
             return int(found[-1]) + n
     return None
-
-
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    "pack_tok_p": pack,
-    "tok_map_u32": map_tokens,
-    "spec_assemble_verify": assemble,
-    "spec_accept_greedy_dc": accept,
-    "spec_seed_gather": seed,
-    "spec_rollback_stream": rollback,
-    "spec_ring_commit": commit,
-    "spec_adapt_k": adapt,
-    "spec_round_end": round_end,
-    "plain_tok_ring": token_ring,
-    "argmax": argmax,
-    "pos_iota_i32": iota,
-    "copy_add": copy,
-    "set_word": set_word,
-    "ngram_draft": ngram,
-    "sample": host_rounds_sampling.sample,
-    "reject": host_rounds_sampling.reject,
-}
-"""By the methods of :class:`~hsswap.driver.rounds_base.RoundKernels`."""

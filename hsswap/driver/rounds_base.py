@@ -8,7 +8,8 @@ without the host seeing any of their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hsswap.driver import round_checks
@@ -49,15 +50,15 @@ class Enqueue(Protocol):
 
 
 class RoundKernels:
-    """One method a kernel; the records say what it does. A device gives how it enqueues, and under
-    the name of each method what is enqueued.
+    """One method a kernel; the records say what it does. A device gives how it enqueues, and a
+    module that has under the name of each method what is enqueued.
     """
 
-    def __init__(self, enqueue: Enqueue, functions: Mapping[str, Any]) -> None:
+    def __init__(self, enqueue: Enqueue, functions: ModuleType) -> None:
         self._enqueue, self._functions = enqueue, functions
 
     def _put(self, stream: Stream, name: str, check: Callable[[W], W], work: W) -> None:
-        self._enqueue(stream, name, check, self._functions[name], work)
+        self._enqueue(stream, name, check, getattr(self._functions, name), work)
 
     def pack_tok_p(self, stream: Stream, work: PackWork) -> None:
         """One draft and its probability into the round's drafts."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hsswap.driver import cuda_rounds, host_rounds
 from hsswap.driver.round_operations import (
     NO_TOKEN,
     ArgmaxWork,
@@ -23,12 +25,20 @@ from hsswap.driver.round_operations import (
     SetWork,
     TokenRingWork,
 )
+from hsswap.driver.rounds_base import RoundKernels
 from hsswap.driver.tensor import tensor_in
 from hsswap.errors import ArgumentError, ClosedError
 from tests.driver import round_oracle as oracle
 from tests.driver.rig import Rig
 
 ONE = int(np.float32(1.0).view(np.uint32))
+
+
+@pytest.mark.parametrize("functions", [host_rounds, cuda_rounds])
+def test_a_device_has_every_kernel(functions: ModuleType) -> None:
+    names = [name for name in vars(RoundKernels) if not name.startswith("_")]
+    assert len(names) == 17
+    assert [name for name in names if not callable(getattr(functions, name, None))] == []
 
 
 def words(*values: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
