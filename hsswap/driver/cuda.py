@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -40,7 +40,7 @@ from hsswap.driver.cuda_memory import DeviceBuffer, MappedBuffer
 from hsswap.driver.cuda_modules import Modules, Prepared, key_of
 from hsswap.driver.cuda_prepare import kernels_of
 from hsswap.driver.cuda_reach import make_reachable
-from hsswap.driver.cuda_seam import Grid, Launch, Launcher
+from hsswap.driver.cuda_seam import Launch, Launcher
 from hsswap.driver.cuda_stream import CudaStream, Shared, StreamState, handle_number
 from hsswap.driver.nvrtc import Compiler
 from hsswap.driver.operations import (
@@ -349,17 +349,9 @@ class CudaDevice(Device, Launcher):
         """See :meth:`Launcher.workspace`."""
         return cast(CudaStream, stream).state.workspace(nbytes)
 
-    def max_active_clusters(
-        self,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        block: Grid,
-        shared_bytes: int,
-        cluster: int,
-    ) -> int:
+    def max_active_clusters(self, launch: Launch) -> int:
         """See :meth:`Launcher.max_active_clusters`."""
-        key = key_of(kernel, constants)
-        return self._modules.max_active_clusters(key, block, shared_bytes, cluster)
+        return self._modules.max_active_clusters(launch)
 
     # --- the end
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from hsswap.driver.cuda_attention import enqueue_attend
 from hsswap.driver.cuda_attention_params import ATTEND_BYTES, LENGTH_AT, OUT_AT, QUERIES_AT
 from hsswap.driver.cuda_modules import Prepared
 from hsswap.driver.cuda_reach import is_reachable
-from hsswap.driver.cuda_seam import Grid, Launch, Launcher
+from hsswap.driver.cuda_seam import Launch, Launcher
 from hsswap.driver.cuda_stream import CudaStream
 from hsswap.driver.operations import AttendWork
 from hsswap.driver.tensor import Tensor
@@ -65,16 +64,9 @@ class Listener(Launcher):
         """Is no launch."""
         raise NotAgainError
 
-    def max_active_clusters(
-        self,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        block: Grid,
-        shared_bytes: int,
-        cluster: int,
-    ) -> int:
+    def max_active_clusters(self, launch: Launch) -> int:
         """The device's."""
-        return self._device.max_active_clusters(kernel, constants, block, shared_bytes, cluster)
+        return self._device.max_active_clusters(launch)
 
     def workspace(self, stream: Stream, nbytes: int) -> int:
         """The stream's: one that it outgrows stays until the stream closes."""

@@ -18,7 +18,7 @@ from hsswap.driver.cuda_attention_params import (
     is_wide,
     transform_of,
 )
-from hsswap.driver.cuda_seam import Chip, Grid, Launcher
+from hsswap.driver.cuda_seam import Chip, Grid, Launch, Launcher
 from hsswap.driver.cuda_top_k import fetch_lists, tells
 from hsswap.driver.operations import AttendWork, FinalizeWork, PagePool
 from hsswap.driver.tensor import contiguous_strides
@@ -190,10 +190,10 @@ def _clustered(size: int, shape: Shape) -> Decode | None:
 
 def _fits(device: Launcher, work: AttendWork, shape: Shape, plan: Decode) -> bool:
     """Whether the device runs all clusters of a plan at once."""
-    shared = _shared(work.units.group, shape, plan)
-    constants, block = _constants(work, plan), Grid(32 * plan.warps)
-    active = device.max_active_clusters("attend_decode", constants, block, shared, plan.cluster)
-    return shape.pairs <= active
+    shared, block = _shared(work.units.group, shape, plan), Grid(32 * plan.warps)
+    grid, constants = Grid(plan.cluster), _constants(work, plan)
+    one = Launch("attend_decode", constants, grid, block, shared, b"", plan.cluster)
+    return shape.pairs <= device.max_active_clusters(one)
 
 
 def _power(count: int) -> int:

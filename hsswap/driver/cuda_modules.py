@@ -193,8 +193,10 @@ class Modules:
             config.attrs = attributes
             config.numAttrs = len(attributes)
 
-    def max_active_clusters(self, key: Key, block: Grid, shared_bytes: int, cluster: int) -> int:
+    def max_active_clusters(self, launch: Launch) -> int:
         """See ``Launcher.max_active_clusters``."""
+        key, block = key_of(launch.kernel, launch.constants), launch.block
+        shared_bytes, cluster = launch.shared_bytes, launch.cluster
         asked = (key, block, shared_bytes, cluster)
         known = self._clusters.get(asked)
         if known is None:

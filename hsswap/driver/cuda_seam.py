@@ -54,8 +54,8 @@ class Launch(NamedTuple):
     block: Grid
     shared_bytes: int
     params: bytes
-    cluster: int
-    follows: bool
+    cluster: int = 1
+    follows: bool = False
 
 
 class Chip(Protocol):
@@ -133,12 +133,7 @@ class Launcher(Chip, Protocol):
         keep counters in the first 64 KiB and leave them zero; nothing else there survives.
         """
 
-    def max_active_clusters(
-        self,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        block: Grid,
-        shared_bytes: int,
-        cluster: int,
-    ) -> int:
-        """How many clusters run at a time (cuOccupancyMaxActiveClusters), remembered."""
+    def max_active_clusters(self, launch: Launch) -> int:
+        """How many clusters of such launches run at a time (cuOccupancyMaxActiveClusters),
+        remembered. Neither grid nor parameters count.
+        """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from hsswap.driver.cuda_attention_decode import CLUSTERS, PORTABLE_CLUSTER
 from hsswap.driver.cuda_attention_params import unit_bytes_of
 from hsswap.driver.cuda_modules import key_of
 from hsswap.driver.cuda_prepare import kernels_of
-from hsswap.driver.cuda_seam import Grid, Launch, Launcher
+from hsswap.driver.cuda_seam import Launch, Launcher
 from hsswap.driver.cuda_top_k import score, select
 from hsswap.driver.host import HostDevice
 from hsswap.driver.operations import (
@@ -57,16 +56,9 @@ class Listening(Launcher):
         """Note it."""
         self.launched.add(key_of(launch.kernel, launch.constants))
 
-    def max_active_clusters(
-        self,
-        kernel: str,
-        constants: Mapping[str, int | str],
-        block: Grid,
-        shared_bytes: int,
-        cluster: int,
-    ) -> int:
+    def max_active_clusters(self, launch: Launch) -> int:
         """To ask loads the kernel as well."""
-        self.launched.add(key_of(kernel, constants))
+        self.launched.add(key_of(launch.kernel, launch.constants))
         return self.clusters
 
     def upload(self, stream: Stream, array: Any, *, direct: bool = False) -> int:
