@@ -1,6 +1,6 @@
 """The sizes of a model's KV cache. Plain data, no I/O.
 
-Words (design section 3): a *block* is ``block_size`` tokens of K and V of one layer, all KV heads;
+Words (ARCHITECTURE.md): a *block* is ``block_size`` tokens of K and V of one layer, all KV heads;
 a *unit* is one KV head's part of a block. Bytes of a block::
 
     | head 0: K [block_size, head_dim] | V [block_size, value_dim] | scales | aux | head 1 ... | 0

@@ -318,5 +318,5 @@ def test_the_real_model(tmp_path: Path, capsys: Capture) -> None:
     assert main(["generate", "--prompt-file", str(prompt), *more]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(" Paris.")
-    assert "allowed (promise 1)\n" in printed.err
+    assert "allowed (1.5 times a usual kernel's)\n" in printed.err
     assert "3 of 3 with plain attention" in printed.err

@@ -134,7 +134,7 @@ def test_json_is_one_object_with_the_keys_of_the_design(
     assert found["verified_calls"] == 3 * (-(-len(tiny.job().prompt) // 256) + 8)
     assert 0 <= found["read_overlap"] <= 1
     assert f"{found['max_rel_err']:.2e} of float64's, " in printed.err
-    assert " allowed (promise 1)\n" in printed.err
+    assert " allowed (1.5 times a usual kernel's)\n" in printed.err
 
 
 def test_without_verify_there_is_nothing_to_say_about_errors(

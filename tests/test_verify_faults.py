@@ -155,4 +155,4 @@ def test_a_result_beyond_the_promise_is_exit_1(
     last = printed.err.splitlines()[-1]
     assert last.startswith("hsswap: layer ")
     assert "more calls failed" in last
-    assert "(promise 1): BROKEN" in printed.err
+    assert "(1.5 times a usual kernel's): BROKEN" in printed.err

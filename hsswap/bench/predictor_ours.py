@@ -246,7 +246,7 @@ class MadeUp(Plain):
 
 
 class Projection(Plain):
-    """The predictor ``projection``: the seed's random matrix, largest product of all."""
+    """The predictor ``projection``: a random matrix, largest product of all."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"projection, rank {rank}"

@@ -35,7 +35,7 @@ F64 = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 PROMISE_FACTOR = 1.5
-"""How far our error may exceed the reference's (design section 2, promise 1)."""
+"""How far our error may exceed the reference's (ARCHITECTURE.md, promise 1)."""
 
 ERROR_FLOOR = 2.0**-9
 """Half a unit in the last place of BF16: no output in that format can be held to less."""

@@ -11,7 +11,7 @@ call a span, and GPUDirect has no part in it. Device memory goes one of three wa
   the caller allowed it by name. cuFile is then not opened at all.
 * cuFile's own compatibility path, which looks like GPUDirect to kvikio, is never taken.
 
-Rules that follow from how kvikio works (``facts/dependencies.md`` 5):
+Rules that follow from how kvikio works:
 
 * Every call that can wait is made on the backend's own threads. On GPUDirect that is ``raw_read``,
   with the memory's context current: ``pread`` would synchronise the default stream once more, and

@@ -61,7 +61,7 @@ class ThreadedIO(CountedIO):
 
     Results go back through a deque. The first result after the loop last looked wakes it with one
     ``call_soon_threadsafe``; what ends until it looks again rides along. (Measured: 2 us a
-    completion at 64 in flight where one wake-up each costs 7.6, ``facts/dependencies.md`` 7.)
+    completion at 64 in flight where one wake-up each costs 7.6.)
 
     The state below the line in ``__init__`` is shared with the threads under ``_condition``, except
     the deque, whose ends are atomic; everything else is the loop's.

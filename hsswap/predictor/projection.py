@@ -1,9 +1,9 @@
-"""The seed's predictor: keys times one random matrix, a row a token.
+"""Random projection: keys times one random matrix, a row a token.
 
 Inner products survive a random projection of enough columns (Johnson and Lindenstrauss 1984; used
 for KV blocks by KVSwap, arXiv 2511.11907, with a matrix from data). The matrix is ``[head_dim,
-rank]``, entries N(0, 1 / head_dim) as in the seed, BF16, the same for all layers and heads of a
-group. NumPy's PCG64 draws it, so it is not the seed's own matrix of the same number.
+rank]``, entries N(0, 1 / head_dim), BF16, the same for all layers and heads of a
+group. NumPy's PCG64 draws it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ U16 = NDArray[np.uint16]
 F64 = NDArray[np.float64]
 
 FACTOR = 1.5
-"""Ours may be off by this much more than the reference (design, promise 1)."""
+"""Ours may be off by this much more than the reference (ARCHITECTURE.md, promise 1)."""
 
 FLOOR = 2.0**-9
 """Half a unit in the last place of BF16, relative."""
