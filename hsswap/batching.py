@@ -31,10 +31,10 @@ from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, shown
 from hsswap.exact import NO_SLOTS, NOTHING
 from hsswap.loop import insist
+from hsswap.named_calls import NamedCalls
 from hsswap.pools import GroupPool, state_bytes, state_in
 from hsswap.resident_table import ResidentTable
 from hsswap.ring import tile_tokens_for
-from hsswap.seed_calls import SeedCalls
 from hsswap.tiers import I32
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Packed:
         return Given(self.queries.rows(start, stop), out, lse, self.sinks)
 
 
-class BatchCalls(SeedCalls):
+class BatchCalls(NamedCalls):
     """The calls of :class:`hsswap.HighSpeedSwap` for many sequences at once."""
 
     async def attend_batch(

@@ -36,7 +36,7 @@ async def test_any_refusal_of_the_device(
     way: Way, case: Case, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hsswap.sequence_state.QUIET_PAUSE_S", 0)
-    monkeypatch.setattr("hsswap.seed_state.QUIET_PAUSE_S", 0)
+    monkeypatch.setattr("hsswap.named_blocks.QUIET_PAUSE_S", 0)
     for at in range(MOST_CALLS):
         refusal = Refusal(at, more)
         try:

@@ -21,15 +21,15 @@ from hsswap.driver.tensor import Tensor
 from hsswap.e4m3 import E4M3Rows
 from hsswap.errors import ArgumentError, SharedBlock
 from hsswap.exact import LayerCache, blocks_ahead
+from hsswap.named_ids import NamedIds
 from hsswap.prefetch import Blocks
-from hsswap.seed_use import SeedUse
 from hsswap.tiers import I32, I64, SlotState
 from hsswap.writeback import Batch
 
 NO_IDS: I64 = np.empty(0, np.int64)
 
 
-class SeedCalls(SeedUse):
+class NamedCalls(NamedIds):
     """The calls of :class:`hsswap.HighSpeedSwap` on blocks named by id."""
 
     async def offload_block(

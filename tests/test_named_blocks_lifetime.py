@@ -19,7 +19,7 @@ from hsswap import (
 from hsswap.driver import open_device
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.branches import alone
-from tests.seed_cases import CASE, attend, block_of, config_of, give_back, offload
+from tests.named_cases import CASE, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import config_for
 from tests.swap_watch import turns, watched
 

@@ -9,14 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from hsswap.driver.base import Event, Stream
+from hsswap.named_blocks import NamedBlocks
 from hsswap.retiring import Resident
-from hsswap.seed_state import NamedBlocks
 from hsswap.swap_state import SwapState
 from hsswap.tiers import SlotState
 from hsswap.writeback import Batch
 
 
-class SeedUse(SwapState):
+class NamedIds(SwapState):
     """The id calls of :class:`hsswap.HighSpeedSwap`, and what the calls on blocks share."""
 
     @cached_property

@@ -16,7 +16,7 @@ from hsswap import (
 from hsswap.driver.tensor import tensor_in
 from tests.branches import alone
 from tests.driver import oracle
-from tests.seed_cases import CASE, OTHER, attend, block_of, config_of, give_back, offload
+from tests.named_cases import CASE, OTHER, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import Case
 from tests.swap_watch import Linked, Stuck, turns, watched
 
