@@ -311,7 +311,8 @@ class BlockIO(ABC):
     def sync(self, file: IOFile) -> asyncio.Future[None]:
         """Make what was written to a file so far survive a loss of power (fdatasync).
 
-        Of a new file: that it is there, too (fsync of its directory).
+        Of a new file: that it is there, too (fsync of its directory). Fails with BlockIOError for
+        one that was removed or replaced in its directory: it would not be found again.
         """
 
     @abstractmethod

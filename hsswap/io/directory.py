@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hsswap.errors import BlockIOError, ConfigError, HsswapError, StoreLocked
 from hsswap.io.manifest import MANIFEST_NAME
-from hsswap.io.problems import from_os_error
+from hsswap.io.problems import from_os_error, is_named, lost
 
 LOCK_NAME = "hsswap.lock"
 SEGMENT_NAME = re.compile(r"segment-\d{8}\.kv")
@@ -42,7 +42,7 @@ UNUSABLE = {
 
 
 class StoreDirectory:
-    """A directory locked by this process. ``path`` is absolute.
+    """A directory locked by this process. ``path`` is absolute; ``keep``: of a persistent store.
 
     ``close()`` removes the segments, unless the store is persistent (``keep``), the lock file, and
     the directory itself with its parents as far as they were made here and are empty.
@@ -50,7 +50,7 @@ class StoreDirectory:
 
     def __init__(self, path: Path, lock: int, made: list[Path], *, keep: bool = False) -> None:
         self.path = path
-        self._keep = keep
+        self.keep = keep
         self._lock = lock
         self._made = made
         self._closed = False
@@ -114,6 +114,17 @@ class StoreDirectory:
             raise
         return cls(path, lock, made, keep=keep)
 
+    def check_kept(self) -> None:
+        """Raise BlockIOError unless a later store finds this one here: its lock and manifest are
+        there, and the lock is ours.
+        """
+        place = self.path / LOCK_NAME
+        with _named(f"store directory {self.path}"):
+            if not is_named(place, self._lock):
+                raise lost(f"keeping {place}")
+            if not (self.path / MANIFEST_NAME).exists():
+                raise lost(f"keeping {self.path / MANIFEST_NAME}")
+
     def close(self) -> None:
         """Remove what is ours and unlock. Twice is fine. Raises BlockIOError at the end.
 
@@ -128,7 +139,7 @@ class StoreDirectory:
                 if not self._is_here():
                     return
                 try:
-                    if not self._keep:
+                    if not self.keep:
                         _remove_segments(self.path)
                 finally:
                     # While the lock is held, so that nobody else's is removed.
@@ -139,11 +150,8 @@ class StoreDirectory:
 
     def _is_here(self) -> bool:
         """Whether the directory is there, and nobody else's."""
-        try:
-            named = (self.path / LOCK_NAME).stat(follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return self.path.is_dir()
-        return os.path.samestat(named, os.fstat(self._lock))
+        place = self.path / LOCK_NAME
+        return is_named(place, self._lock) or (self.path.is_dir() and not os.path.lexists(place))
 
 
 def segment_name(number: int) -> str:

@@ -132,6 +132,14 @@ async def close_directories(directories: Sequence[StoreDirectory]) -> None:
     await to_the_end(*((lambda d=d: close(d)) for d in directories))
 
 
+async def check_kept(directories: Sequence[StoreDirectory]) -> None:
+    """:meth:`StoreDirectory.check_kept` of a persistent store's, off the loop."""
+    loop = asyncio.get_running_loop()
+    for directory in directories:
+        if directory.keep:
+            await loop.run_in_executor(None, directory.check_kept)
+
+
 async def _lock(path: Path | str | None, *, keep: bool, into: list[StoreDirectory]) -> None:
     loop = asyncio.get_running_loop()
     opening = loop.run_in_executor(None, lambda: StoreDirectory.open(path, keep=keep))

@@ -21,7 +21,7 @@ from hsswap.io import linux
 from hsswap.io.aio import AioReads
 from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
-from hsswap.io.problems import CameShort, ended_early, from_os_error, io_error
+from hsswap.io.problems import CameShort, ended_early, from_os_error, io_error, is_named, lost
 from hsswap.io.threads import SPANS_TOGETHER, ThreadedIO
 from hsswap.io.waiting import to_the_end
 
@@ -206,6 +206,8 @@ class PosixIO(ThreadedIO):
         assert isinstance(file, PosixFile)
         try:
             os.fdatasync(file.descriptor)
+            if not is_named(file.path, file.descriptor):
+                raise lost(f"syncing {file.path}")
             if file.is_new:
                 sync_directory(file.path.parent)
                 file.is_new = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 from hsswap.errors import BlockIOError, OutOfSpace
 
@@ -50,6 +51,23 @@ def unexpected(where: str, problem: Exception) -> BlockIOError:
     error = BlockIOError(f"{where}: unexpected {problem!r}; please report it")
     error.__cause__ = problem
     return error
+
+
+def is_named(path: Path, descriptor: int) -> bool:
+    """Whether the path still names this open file, so that it is found again. Raises OSError."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def lost(what: str) -> BlockIOError:
+    """The error for a file that was removed, moved or replaced under its open store."""
+    return BlockIOError(
+        f"{what} failed: the file was removed or replaced under its open store, so that nothing "
+        "more is kept; close the store, open a new one, and leave its directory alone",
+        errno=errno.ENOENT,
+    )
 
 
 def ended_early(what: str, moved: int, wanted: int) -> BlockIOError:

@@ -27,6 +27,7 @@ from hsswap.io.opening import (
     Places,
     StoreParts,
     StoreSettings,
+    check_kept,
     close_directories,
     open_parts,
 )
@@ -268,12 +269,11 @@ class BlockStore:
 
         Blocks whose write failed are not among them; ``on_done`` told of those. Raises BlockIOError
         or OutOfSpace when syncing fails; then nothing more than before is known to be stored, and
-        the next call tries again. Calls that overlap share their work.
+        the next call tries again. Calls that overlap share their work. BlockIOError too when files
+        of a persistent store were removed or replaced: it would not be found again.
         """
-        self._require_open()
-        await self._mover.tickets.until_now()
-        if self._journal is not None:
-            await self._journal.commit()
+        await self._commit()
+        await check_kept(self._directories)
 
     async def stored(self, indices: NDArray[np.int64]) -> None:
         """:meth:`flush` for the blocks of these ids, in every layer: others' faults are not told.
@@ -281,12 +281,13 @@ class BlockStore:
         Raises the error when one of them is not stored.
         """
         try:
-            await self.flush()
+            await self._commit()
         except BlockIOError:
             for layer in range(self.dims.layers):
                 known = self.describe(layer, indices)
                 if (known.written & ~known.durable).any():
                     raise
+        await check_kept(self._directories)
 
     async def copy_block(self, block_id: int) -> int:
         """A new id with the content of another in every layer: what may be written in place of a
@@ -353,6 +354,12 @@ class BlockStore:
             )
         finally:
             self._closed.set_result(None)
+
+    async def _commit(self) -> None:
+        self._require_open()
+        await self._mover.tickets.until_now()
+        if self._journal is not None:
+            await self._journal.commit()
 
     async def _last_commit(self) -> None:
         if self._journal is not None:
