@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -67,6 +67,27 @@ async def engine_of(swap: hsswap.HighSpeedSwap, case: Case, rows: int) -> AsyncI
         yield engine
     finally:
         engine.close()
+
+
+@asynccontextmanager
+async def decoding(
+    swap: hsswap.HighSpeedSwap, sequence: hsswap.Sequence, case: Case, tokens: int
+) -> AsyncIterator[tuple[CapturedSteps, Callable[[int], list[U16]]]]:
+    """Captured steps of one row, for so many tokens, and a call that runs one: with a row of the
+    case, to the answers of each layer.
+    """
+    async with (
+        engine_of(swap, case, 1) as engine,
+        sequence.captured(tokens, stream=engine.stream) as steps,
+    ):
+        with engine.capture(steps, advance=1) as graph:
+            yield steps, lambda row: engine.run(graph, [row])
+
+
+def check_row(answers: list[U16], wanted: list[U16], row: int) -> None:
+    """A step's answers are the bits of that row."""
+    for layer, out in enumerate(answers):
+        assert (out[0] == wanted[layer][row]).all(), f"layer {layer}, row {row}"
 
 
 def config_of(case: Case, tokens: int, *, resident: int = 0, spare: int = 20) -> hsswap.SwapConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Chunks
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,24 @@ def kept(group: LayerGroup, rows: NDArray[Any]) -> NDArray[Any]:
     if group.kv_dtype != "e4m3":
         return rows
     return e4m3_oracle.numbers(*e4m3_oracle.quantised(oracle.decode(rows)))
+
+
+def check_chosen(
+    case: Case, layer: int, head: int, row: int, blocks: Iterable[int], out: U16
+) -> None:
+    """Promise 1 for the query heads ``[1, Q, dv]`` of one KV head, over these blocks alone."""
+    group, size = case.dims.group(layer), case.dims.block_size
+    tokens = [t for b in blocks for t in range(b * size, min(b * size + size, row + 1))]
+    part = slice(head * group.group_size, (head + 1) * group.group_size)
+    wanted = oracle.attend(
+        case.queries[layer][row : row + 1, part],
+        case.keys[layer][tokens][:, head : head + 1],
+        case.values[layer][tokens][:, head : head + 1],
+        len(tokens),
+        oracle.Heads(group.group_size, group.logit_scale),
+    )
+    error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
+    assert error <= wanted.tolerance(), f"layer {layer} head {head} row {row}: {error}"
 
 
 def check_against_oracle(case: Case, outputs: list[U16], rows: Chunks[int]) -> None:

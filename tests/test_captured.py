@@ -13,7 +13,7 @@ from hsswap.errors import CaptureError, ClosedError
 from hsswap.io.memory import Fault, FaultKind
 from hsswap.tiers import SlotState
 from tests.branches import Branch, alone
-from tests.captured_engine import config_of, engine_of
+from tests.captured_engine import check_row, config_of, decoding, engine_of
 from tests.swap_cases import MIXED, SMALL, Case, random_case
 from tests.swap_watch import Linked, pools_of, turns, until, watched, within
 
@@ -33,16 +33,10 @@ async def test_captured_decode(case: Case, start: int, resident: int, linked: bo
             await branch.append([*range(start)])
             await swap.flush()
         wanted = await alone(case, [*range(start + tokens)])
-        async with (
-            engine_of(swap, case, 1) as engine,
-            branch.sequence.captured(tokens, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(start, start + tokens):
-                    got = engine.run(graph, [row])
-                    for layer, out in enumerate(got):
-                        assert (out[0] == wanted[layer][row]).all(), f"layer {layer}, row {row}"
-                assert steps.length.array().tolist() == [start + tokens]
+        async with decoding(swap, branch.sequence, case, tokens) as (steps, step):
+            for row in range(start, start + tokens):
+                check_row(step(row), wanted, row)
+            assert steps.length.array().tolist() == [start + tokens]
             steps.finish(start + tokens)
         branch.rows = [*range(start + tokens)]
         await branch.check(40)
@@ -59,13 +53,9 @@ async def test_what_is_not_finished_is_forgotten(start: int, resident: int, kept
     async with watched(config_of(CASE, 640, resident=resident)) as swap:
         branch = Branch(swap.sequence(), CASE)
         await branch.append([*range(start)])
-        async with (
-            engine_of(swap, CASE, 1) as engine,
-            branch.sequence.captured(40, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(start, start + 40):
-                    engine.run(graph, [row])
+        async with decoding(swap, branch.sequence, CASE, 40) as (steps, step):
+            for row in range(start, start + 40):
+                step(row)
             if kept:
                 steps.finish(start + kept)
         branch.rows = [*range(start + kept)]
@@ -91,24 +81,18 @@ async def test_final_blocks_are_written_while_steps_go_on(
         before = swap.statistics().blocks_written
         full = case.dims.layers * (final // size - start // size)
         wanted = await alone(case, [*range(start + tokens)])
-        async with (
-            engine_of(swap, case, 1) as engine,
-            branch.sequence.captured(tokens, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(start, start + tokens):
-                    got = engine.run(graph, [row])
-                    for layer, out in enumerate(got):
-                        assert (out[0] == wanted[layer][row]).all(), f"layer {layer}, row {row}"
-                    if row % 9 == 0 and row < final:
-                        steps.settle(row + 1)
-                        await turns(row % 5)
-                steps.settle(final)
-                assert steps.least_length == final // size * size
-                with pytest.raises(ArgumentError, match="final"):
-                    steps.finish(steps.least_length - 1)
-                await swap.flush()
-                assert swap.statistics().blocks_written - before == full
+        async with decoding(swap, branch.sequence, case, tokens) as (steps, step):
+            for row in range(start, start + tokens):
+                check_row(step(row), wanted, row)
+                if row % 9 == 0 and row < final:
+                    steps.settle(row + 1)
+                    await turns(row % 5)
+            steps.settle(final)
+            assert steps.least_length == final // size * size
+            with pytest.raises(ArgumentError, match="final"):
+                steps.finish(steps.least_length - 1)
+            await swap.flush()
+            assert swap.statistics().blocks_written - before == full
         branch.rows = [*range(final)]
         await branch.check(40)
         await swap.flush()
@@ -132,13 +116,9 @@ async def test_what_was_taken_for_the_steps_and_not_used_comes_back(
         await swap.flush()
         before = swap.statistics()
         held = branch.sequence._reservation.counts()
-        async with (
-            engine_of(swap, CASE, 1) as engine,
-            branch.sequence.captured(48, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(263, 263 + kept):
-                    engine.run(graph, [row])
+        async with decoding(swap, branch.sequence, CASE, 48) as (steps, step):
+            for row in range(263, 263 + kept):
+                step(row)
             assert swap.statistics().free_blocks < before.free_blocks or reserved == 100
             steps.finish(263 + kept)
         await swap.retiring.settle()

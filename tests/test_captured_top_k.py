@@ -10,9 +10,8 @@ from hsswap import TopK
 from hsswap.captured import CapturedSteps
 from hsswap.captured_top_k import CapturedTopK
 from tests.branches import Branch, alone
-from tests.captured_engine import config_of, engine_of
-from tests.driver import oracle
-from tests.swap_cases import SMALL, U16, Case, random_case
+from tests.captured_engine import check_row, config_of, decoding
+from tests.swap_cases import SMALL, U16, Case, check_chosen, random_case
 from tests.swap_watch import watched
 
 CASE = random_case(SMALL, 900, seed=41)
@@ -40,17 +39,12 @@ async def test_captured_top_k(eager_first: bool) -> None:
         if eager_first:
             result = await branch.sequence.attend(0, case.queries[0][start - 1 : start])
             await result.done()
-        async with (
-            engine_of(swap, case, 1) as engine,
-            branch.sequence.captured(tokens, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(start, start + tokens):
-                    got = engine.run(graph, [row])
-                    for layer, out in enumerate(got):
-                        check_step(case, steps, layer, row, out, start // 16)
-                    if eager_first:
-                        steps.settle(row + 1)
+        async with decoding(swap, branch.sequence, case, tokens) as (steps, step):
+            for row in range(start, start + tokens):
+                for layer, out in enumerate(step(row)):
+                    check_step(case, steps, layer, row, out, start // 16)
+                if eager_first:
+                    steps.settle(row + 1)
             steps.finish(start + tokens)
         branch.rows = [*range(start + tokens)]
         await branch.check(30)  # exact, of what was handed over
@@ -66,8 +60,6 @@ def check_step(
     case: Case, steps: CapturedSteps, layer: int, row: int, out: U16, ranked: int
 ) -> None:
     """The answer over exactly the blocks that were attended."""
-    group = case.dims.group(layer)
-    heads = oracle.Heads(group.group_size, group.logit_scale)
     left_out = steps.left_out_mass(layer)
     assert left_out is not None
     assert ((left_out.array() >= 0) & (left_out.array() < 1)).all()
@@ -77,18 +69,7 @@ def check_step(
         assert {0, *range(ranked - 8, ranked)} <= set(chosen)
         seen = [b for b in blocks if b * 16 <= row]
         assert set(range(ranked, row // 16 + 1)) <= set(seen)
-        tokens = [t for b in seen for t in range(b * 16, min(b * 16 + 16, row + 1))]
-        part = slice(head * group.group_size, (head + 1) * group.group_size)
-        keys, values = case.keys[layer][tokens], case.values[layer][tokens]
-        wanted = oracle.attend(
-            case.queries[layer][row : row + 1, part],
-            keys[:, head : head + 1],
-            values[:, head : head + 1],
-            len(tokens),
-            heads,
-        )
-        error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
-        assert error <= wanted.tolerance()
+        check_chosen(case, layer, head, row, seen, out)
 
 
 async def test_captured_top_k_with_a_bound() -> None:
@@ -101,14 +82,10 @@ async def test_captured_top_k_with_a_bound() -> None:
     async with watched(replace(config, max_sequences=1)) as swap:
         sequence = swap.sequence(top_k=top_k)
         await Branch(sequence, case).append([*range(start)])
-        async with (
-            engine_of(swap, case, 1) as engine,
-            sequence.captured(tokens, stream=engine.stream) as steps,
-        ):
-            with engine.capture(steps, advance=1) as graph:
-                for row in range(start, start + tokens):
-                    for layer, out in enumerate(engine.run(graph, [row])):
-                        given_up += check_bounded(case, steps, layer, row, out, bound)
+        async with decoding(swap, sequence, case, tokens) as (steps, step):
+            for row in range(start, start + tokens):
+                for layer, out in enumerate(step(row)):
+                    given_up += check_bounded(case, steps, layer, row, out, bound)
     assert given_up > 50
 
 
@@ -116,8 +93,6 @@ def check_bounded(
     case: Case, steps: CapturedSteps, layer: int, row: int, out: U16, bound: float
 ) -> int:
     """The answer over what was attended; returns how many chosen blocks were given up."""
-    group = case.dims.group(layer)
-    heads = oracle.Heads(group.group_size, group.logit_scale)
     left_out = steps.left_out_mass(layer)
     assert left_out is not None
     lists = attended(steps, layer)
@@ -127,17 +102,7 @@ def check_bounded(
         if len(kept) < len(blocks):
             assert left_out.array()[head] <= bound
             given_up += len(blocks) - len(kept)
-        tokens = [t for b in kept for t in range(b * 16, min(b * 16 + 16, row + 1))]
-        part = slice(head * group.group_size, (head + 1) * group.group_size)
-        wanted = oracle.attend(
-            case.queries[layer][row : row + 1, part],
-            case.keys[layer][tokens][:, head : head + 1],
-            case.values[layer][tokens][:, head : head + 1],
-            len(tokens),
-            heads,
-        )
-        error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
-        assert error <= wanted.tolerance()
+        check_chosen(case, layer, head, row, kept, out)
     return given_up
 
 
@@ -148,12 +113,7 @@ async def test_top_k_with_too_few_blocks_is_exact() -> None:
         branch = Branch(sequence, CASE)
         await branch.append([*range(60)])
         wanted = await alone(CASE, [*range(62)])
-        async with (
-            engine_of(swap, CASE, 1) as engine,
-            sequence.captured(2, stream=engine.stream) as steps,
-        ):
+        async with decoding(swap, sequence, CASE, 2) as (steps, step):
             assert steps.left_out_mass(0) is None
-            with engine.capture(steps, advance=1) as graph:
-                for row in (60, 61):
-                    for layer, out in enumerate(engine.run(graph, [row])):
-                        assert (out[0] == wanted[layer][row]).all()
+            for row in (60, 61):
+                check_row(step(row), wanted, row)

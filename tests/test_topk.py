@@ -16,7 +16,7 @@ from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.predictor import projection_matrix
 from hsswap.sequence import Sequence
 from tests.driver import oracle
-from tests.swap_cases import Case, random_case
+from tests.swap_cases import Case, check_chosen, random_case
 
 DIMS = ModelDims.uniform(layers=2, q_heads=4, kv_heads=2, head_dim=32)
 TOKENS = 1200
@@ -50,22 +50,10 @@ def check_row(
     case: Case, layer: int, row: int, out: np.ndarray, chosen: np.ndarray | list[np.ndarray]
 ) -> None:
     """Promise 1 over exactly the chosen blocks and the block being filled."""
-    group = DIMS.group(layer)
-    heads = oracle.Heads(group.group_size, group.logit_scale)
     full = (row + 1) // 16
-    for head in range(group.kv_heads):
+    for head in range(DIMS.group(layer).kv_heads):
         blocks = [*chosen[head].tolist(), *([full] if (row + 1) % 16 else [])]
-        tokens = np.concatenate([np.arange(b * 16, min(b * 16 + 16, row + 1)) for b in blocks])
-        part = slice(head * group.group_size, (head + 1) * group.group_size)
-        wanted = oracle.attend(
-            case.queries[layer][row : row + 1, part],
-            case.keys[layer][tokens][:, head : head + 1],
-            case.values[layer][tokens][:, head : head + 1],
-            len(tokens),
-            heads,
-        )
-        error = oracle.relative_error(oracle.decode(out[:, part]), wanted.exact)
-        assert error <= wanted.tolerance()
+        check_chosen(case, layer, head, row, blocks, out)
 
 
 @pytest.mark.parametrize("window", [40, 500])

@@ -7,12 +7,14 @@ import gc
 import json
 import sys
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
-from hsswap import HighSpeedSwap, ModelDims, SwapConfig
+from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig
 from hsswap.__main__ import main
 from hsswap.bench.lab import Lab, Turns, fill, muted
 from hsswap.bench.launches import Graph
@@ -54,41 +56,44 @@ def test_a_loop_is_as_late_as_in_its_worse_arm() -> None:
     assert not lag_row("x", {**lags, "read": [0.0001] * 97 + [0.0021] * 3})["passed"]
 
 
-async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
+@asynccontextmanager
+async def filled(tokens: int) -> AsyncIterator[tuple[Lab, HighSpeedSwap, Sequence]]:
+    """A sequence of so many tokens in a small swap on the host device."""
     dims = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=16)
     config = SwapConfig(dims, 512, device_slots=65, host_slots=64, tile_tokens=256, io="memory")
     with Lab.on("host") as lab:
         async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
-            await fill(lab, swap, sequence, 400)
-            out = lab.arrays.new((1, 2, 16))
-            out[...] = 0x7FC0
-            query = lab.normal((1, 2, 16))
-            with muted(swap, "attend") as device:
-                await (await sequence.attend(0, query, out)).done()
-                assert set(device.last) == {"attend"}
-                assert (out == 0x7FC0).all()
+            await fill(lab, swap, sequence, tokens)
+            yield lab, swap, sequence
+
+
+async def test_a_muted_operation_does_nothing_and_is_remembered() -> None:
+    async with filled(400) as (lab, swap, sequence):
+        out = lab.arrays.new((1, 2, 16))
+        out[...] = 0x7FC0
+        query = lab.normal((1, 2, 16))
+        with muted(swap, "attend") as device:
             await (await sequence.attend(0, query, out)).done()
-            assert not (out == 0x7FC0).any()
+            assert set(device.last) == {"attend"}
+            assert (out == 0x7FC0).all()
+        await (await sequence.attend(0, query, out)).done()
+        assert not (out == 0x7FC0).any()
 
 
 async def test_calls_that_are_made_again_are_muted_too() -> None:
-    dims = ModelDims.uniform(layers=1, q_heads=2, kv_heads=1, head_dim=16)
-    config = SwapConfig(dims, 512, device_slots=65, host_slots=64, tile_tokens=256, io="memory")
-    with Lab.on("host") as lab:
-        async with HighSpeedSwap.open(config) as swap, swap.sequence() as sequence:
-            await fill(lab, swap, sequence, 100)
-            queries, out = lab.normal((1, 2, 16)), lab.normal((1, 2, 16))
+    async with filled(100) as (lab, swap, sequence):
+        queries, out = lab.normal((1, 2, 16)), lab.normal((1, 2, 16))
+        for _ in range(3):
+            await (await sequence.attend(0, queries, out)).done()
+        wanted = out.copy()
+        out[...] = 0
+        with muted(swap, "attend") as device:
             for _ in range(3):
                 await (await sequence.attend(0, queries, out)).done()
-            wanted = out.copy()
-            out[...] = 0
-            with muted(swap, "attend") as device:
-                for _ in range(3):
-                    await (await sequence.attend(0, queries, out)).done()
-            assert not out.any()
-            assert device.last["attend"].queries.shape == (1, 1, 2, 16)
-            await (await sequence.attend(0, queries, out)).done()
-            assert (out == wanted).all()
+        assert not out.any()
+        assert device.last["attend"].queries.shape == (1, 1, 2, 16)
+        await (await sequence.attend(0, queries, out)).done()
+        assert (out == wanted).all()
 
 
 def test_turns_alternate_and_warm_up() -> None:

@@ -12,10 +12,27 @@ from hsswap.driver.host_memory import Scratch
 from hsswap.driver.host_stream import HostStream
 from hsswap.driver.round_operations import NO_TOKEN
 from hsswap.driver.tensor import tensor_in
-from hsswap.rounds import Admission, Drafter, LayerLengths, StreamBufs, Target, addresses_of
+from hsswap.rounds import (
+    Admission,
+    Drafter,
+    LayerLengths,
+    RoundOptions,
+    StreamBufs,
+    Target,
+    addresses_of,
+)
 
 ORDER = 3
 """Tokens that decide about the next one."""
+
+DRAFTERS = ("perfect", "adversarial", "random", "often", "short", "ngram")
+OPTIONS = (
+    RoundOptions(),
+    RoundOptions(p_min=0.5),
+    RoundOptions(p_min=0.7, p_min_first=True),
+    RoundOptions(adapt_from=1),
+    RoundOptions(p_min=0.4, adapt_from=2),
+)
 
 
 def logits_after(

@@ -16,7 +16,7 @@ import pytest
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.rounds import Choosing, End, RoundOptions, RoundStream, SequenceStart, Stream
-from tests.rounds.models import greedy
+from tests.rounds.models import DRAFTERS, OPTIONS, greedy
 from tests.rounds.test_sampling import CHOICES, COUNT, PROMPTS, sampled
 from tests.soaking import note
 
@@ -25,14 +25,6 @@ torch = pytest.importorskip("torch")
 from tests.rounds.torch_models import Place, TorchGuess, TorchTable  # noqa: E402  (imports torch)
 
 VOCAB, LONGEST = 7, 48
-DRAFTERS = ("perfect", "adversarial", "random", "often", "short", "ngram")
-OPTIONS = (
-    RoundOptions(),
-    RoundOptions(p_min=0.5),
-    RoundOptions(p_min=0.7, p_min_first=True),
-    RoundOptions(adapt_from=1),
-    RoundOptions(p_min=0.4, adapt_from=2),
-)
 STOPS: tuple[tuple[int, ...], ...] = ((), (3,), (5, 0))
 
 

@@ -14,17 +14,16 @@ from hsswap.errors import DeviceError
 from hsswap.rounds import End, RoundOptions, SequenceStart
 from hsswap.rounds.buffers import StreamBufs
 from hsswap.rounds.round import Rounds
-from tests.rounds.models import GuessDrafter, TableTarget, enqueue, greedy, guesses
-from tests.rounds.opened import VOCAB, opened
-
-DRAFTERS = ("perfect", "adversarial", "random", "often", "short", "ngram")
-OPTIONS = (
-    RoundOptions(),
-    RoundOptions(p_min=0.5),
-    RoundOptions(p_min=0.7, p_min_first=True),
-    RoundOptions(adapt_from=1),
-    RoundOptions(p_min=0.4, adapt_from=2),
+from tests.rounds.models import (
+    DRAFTERS,
+    OPTIONS,
+    GuessDrafter,
+    TableTarget,
+    enqueue,
+    greedy,
+    guesses,
 )
+from tests.rounds.opened import VOCAB, opened
 
 
 async def decode(
