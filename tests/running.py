@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hsswap.__main__ import make_parser
+from hsswap.commands.decoding import Run
 from hsswap.commands.generate import Job, run_job
 from hsswap.commands.generate_args import GenerateOptions
 from hsswap.commands.interrupts import Interrupts
@@ -23,6 +24,7 @@ from hsswap.driver.base import Device
 from hsswap.errors import ModelError, VerifyError
 from hsswap.models import Llama, default_model_path
 from tests.models.tiny_llama import Tiny, tiny_weights, write_tiny
+from tests.soaking import note
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -76,6 +78,15 @@ def real_model() -> Path:
         return default_model_path()
     except ModelError as error:
         pytest.skip(f"MODEL names no GGUF, and {error}")
+
+
+def note_of_smollm2(place: str, drafter: str, run: Run) -> None:
+    """What a speculative run of the real model did, whose tokens were those of plain decoding."""
+    assert run.speculated is not None
+    fared = run.speculated.acceptance
+    what = f"SmolLM2, {place}, prompt of {run.prompt_tokens} tokens, {drafter}"
+    did = {"tokens": len(run.tokens), "rounds": fared.rounds, "accepted": fared.accepted}
+    note("rounds", **{what: {**did, "context_tokens": run.context_tokens}})
 
 
 class Terminal(StringIO):

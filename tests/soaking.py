@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -10,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hsswap.bench.common import Machine
+
+
+def loop_name() -> str:
+    """asyncio or uvloop, whichever runs."""
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
 
 def note(of: str, **results: Any) -> None:

@@ -18,6 +18,7 @@ from hsswap.driver import open_device
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from tests.branch_actors import MOST, Grower, Kind, keep_gates, truths
 from tests.places import Places
+from tests.soaking import loop_name, note
 from tests.swap_cases import U16, Case, config_for, random_case
 from tests.swap_watch import Linked, watched, within
 
@@ -108,3 +109,5 @@ async def test_a_long_storm_of_families(name: str, faults: int) -> None:
     done, calls = await rage(name, 5, 1000, faults=faults)
     assert done == 1000 * TASKS
     assert calls > 10_000
+    what = f"families, {name}, {TASKS} tasks, {faults} faults, {loop_name()}"
+    note("swap", **{what: {"operations": done, "calls": calls}})

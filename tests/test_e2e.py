@@ -30,6 +30,7 @@ from tests.e2e_script import (
     resident,
     tight,
 )
+from tests.soaking import loop_name, note
 from tests.swap_cases import kept
 from tests.swap_watch import Linked, watched
 
@@ -226,3 +227,5 @@ async def test_two_thousand_steps(name: str, top_k: TopK | None, tmp_path: Path)
     async with watched(config, device=device_named(name)) as swap:
         got = await life_on(swap, 2, 2000, top_k)
     compare(got, right)
+    what = f"e2e, {name}, {'exact' if top_k is None else 'top-k'}, {loop_name()}"
+    note("swap", **{what: {"steps": 2000, "answers": len(got)}})

@@ -15,7 +15,7 @@ from hsswap.bf16 import U16
 from hsswap.commands.decoding import Step
 from hsswap.errors import ArgumentError
 from hsswap.models import read_config
-from tests.running import TINY, TinyRun, real_model
+from tests.running import TINY, TinyRun, note_of_smollm2, real_model
 
 COUNT = 60
 
@@ -160,6 +160,7 @@ def test_smollm2_for_512_tokens(smol: tuple[TinyRun, list[str], list[int]], draf
     ours, _ = run.run(*asked, "--speculate", drafter)
     assert ours.run.tokens == plain
     assert ours.run.prefix_tokens >= 16
+    note_of_smollm2("cpu", drafter, ours.run)
 
 
 class Echo:

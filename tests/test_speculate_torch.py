@@ -15,7 +15,7 @@ from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.output import OutputError
 from hsswap.commands.report import Report
 from hsswap.models import open_gguf
-from tests.running import TINY, TinyRun, real_model
+from tests.running import TINY, TinyRun, note_of_smollm2, real_model
 
 torch = pytest.importorskip("torch")
 
@@ -207,3 +207,4 @@ def test_smollm2_for_512_tokens(
     assert ours.run.tokens == plain
     assert ours.run.speculated is not None
     assert ours.run.speculated.why == ""
+    note_of_smollm2(asking.where, drafter, ours.run)

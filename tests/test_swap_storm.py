@@ -17,6 +17,7 @@ import pytest
 import hsswap
 from hsswap import HsswapError, SwapConfig, TopK
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from tests.soaking import loop_name, note
 from tests.swap_actors import Actor, Truth, is_typed, storm, truth_of
 from tests.swap_cases import MIXED, SMALL, config_for
 from tests.swap_watch import Linked, turns, watched, within
@@ -191,7 +192,7 @@ def test_blocking_callers_in_threads_of_their_own(small: list[Truth]) -> None:
 async def test_long_storms(small: list[Truth], mixed: list[Truth], seed: int) -> None:
     truths = (small, small, mixed)[seed % 3]
     config = tight(truths, 6 + seed % 20, caches=seed % 4, more=(0, 0, 1, 37)[seed // 3 % 4])
-    await rage(
+    calls = await rage(
         truths,
         config,
         100 + seed,
@@ -200,6 +201,8 @@ async def test_long_storms(small: list[Truth], mixed: list[Truth], seed: int) ->
         faults=(0, 10)[seed % 2],
         linked=seed % 5 == 0,
     )
+    what = f"storm, {8 + seed} sequences, seed {seed}, {loop_name()}"
+    note("swap", **{what: {"calls": calls}})
 
 
 def test_errors_of_a_storm_are_all_ours() -> None:
