@@ -35,8 +35,9 @@ class Rope:
     Pair i of the leading ``dims`` dims (0: all of a head) turns by ``base ** (-2 i / dims) /
     frequency_factors[i]`` radians a position; the other dims do not turn. ``pairs`` is
     ``"halves"``: dims i and i + dims / 2 (Hugging Face), or ``"adjacent"``: 2 i and 2 i + 1 (GGUF
-    files of Llama). ``frequency_factors`` has one number a pair; empty: no scaling. A token's
-    position is its place in the sequence.
+    files of Llama). ``frequency_factors`` has one number a pair; empty: no scaling;
+    :func:`llama3_factors` and :func:`yarn_factors` make them. A token's position is its place in
+    the sequence.
     """
 
     base: float = 10000.0
@@ -108,8 +109,11 @@ def llama3_factors(
     base: float, dims: int, factor: float, low: float, high: float, original_context: int
 ) -> tuple[float, ...]:
     """Frequency factors of Llama 3.1's scaling: 1 for pairs that turn more than ``high`` times in
-    the original context, ``factor`` for less than ``low`` times, and smoothly between (Llama 3.1's
-    ``rope_scaling`` of type ``llama3``).
+    the original context, ``factor`` for less than ``low`` times, and smoothly between.
+
+    Of a Hugging Face configuration: ``rope_theta``, ``head_dim``, and of ``rope_scaling`` (type
+    ``llama3``) ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
+    ``original_max_position_embeddings``.
     """
     frequency = base ** (-np.arange(0, dims, 2) / dims)
     turns = original_context * frequency / (2 * np.pi)
@@ -123,6 +127,9 @@ def yarn_factors(
     """Frequency factors of YaRN (Peng et al., arXiv 2309.00071, section 3.2 as published code
     has it: a linear ramp over pair numbers). Its scale of the logits belongs into
     ``LayerGroup.scale`` or is in the vectors already.
+
+    ``fast`` and ``slow``: turns in the original context, ``beta_fast`` and ``beta_slow`` of a
+    Hugging Face configuration.
     """
 
     def pair_of(turns: float) -> float:

@@ -67,7 +67,6 @@ class Model(Protocol):
 
 def dims_of(
     config: LlamaConfig,
-    block_size: int = 16,
     rope_factors: NDArray[np.float32] | None = None,
     kv_dtype: str = "",
 ) -> ModelDims:
@@ -96,7 +95,7 @@ def dims_of(
             kv_dtype=kv_dtype,
         )
         groups.append(group)
-    return ModelDims(tuple(groups), block_size)
+    return ModelDims(tuple(groups))
 
 
 class SwapAttention:

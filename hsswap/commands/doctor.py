@@ -62,7 +62,7 @@ def temporary_folder() -> Path:
         return Path("/tmp")
 
 
-def examine(directory: Path, limit_s: float = PROBE_LIMIT_S) -> Iterator[Check]:
+def examine(directory: Path) -> Iterator[Check]:
     """Every check in order, with a store in ``directory``. Never raises."""
 
     def attention() -> Iterator[Check]:
@@ -86,7 +86,7 @@ def examine(directory: Path, limit_s: float = PROBE_LIMIT_S) -> Iterator[Check]:
         ("store", store),
     ]
     for name, probe in probes:
-        yield from run_probe(name, probe, limit_s)
+        yield from run_probe(name, probe, PROBE_LIMIT_S)
 
 
 def run_probe(name: str, probe: Probe, limit_s: float) -> list[Check]:

@@ -121,10 +121,10 @@ class CudaDriver:
 
     # For the probe, tests and benchmarks: plain memory of a device.
 
-    def initialize(self, device: int = 0) -> None:
-        """cuInit, and the device's primary context current on the calling thread."""
+    def initialize(self) -> None:
+        """cuInit, and the first device's primary context current on the calling thread."""
         self._check("cuInit", ctypes.c_uint(0))
-        self.make_current(self.primary_context(device))
+        self.make_current(self.primary_context(0))
 
     def allocate(self, nbytes: int) -> int:
         """The address of new device memory in the current context."""
