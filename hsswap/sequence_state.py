@@ -161,6 +161,8 @@ class SequenceState:
     def _exclusive(self, what: str) -> Iterator[None]:
         with self._swap.lock:
             if self.closed:
+                if self._swap.is_inherited:
+                    self._swap.check_open()
                 raise ClosedError("the sequence is closed; open a new one with swap.sequence()")
             if self._busy:
                 raise ArgumentError(

@@ -226,8 +226,10 @@ class HighSpeedSwap(BatchCalls):
         """Close sequences, finish or refuse what is in flight, free everything, remove the store.
 
         Calls still waiting get ClosedError. Twice is fine, and the second waits for the first. Goes
-        on to the end when cancelled meanwhile.
+        on to the end when cancelled meanwhile. Does nothing in a fork of its process.
         """
+        if self.is_inherited:
+            return
         with self.lock:
             self.closed = True  # from here on nothing is enqueued
         if self._ended is not None:

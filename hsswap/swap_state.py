@@ -15,6 +15,7 @@ from hsswap.calibrating import Calibration
 from hsswap.config import PredictorConfig, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.errors import ArgumentError, ClosedError, HsswapError
+from hsswap.forked import REFUSED, watch
 from hsswap.io.ids import INDEX_MASK
 from hsswap.io.statistics import StoreStatistics
 from hsswap.io.store import BlockStore
@@ -54,6 +55,8 @@ class SwapState:
         self.lock = RLock()
         self.counters = Counters()
         self.closed = False
+        self.is_inherited = False
+        """Whether this is a copy in a fork of the process that opened it."""
         self.max_tiles_ahead = MAX_TILES_AHEAD
         self._store = store
         self._sequences: dict[int, Sequence] = {}
@@ -107,7 +110,12 @@ class SwapState:
     def check_open(self) -> None:
         """Raise ClosedError once closing has begun: no work may be enqueued any more."""
         if self.closed:
-            raise ClosedError("the swap is closed; open a new one")
+            refused = "the swap is closed; open a new one"
+            raise ClosedError(REFUSED if self.is_inherited else refused)
+
+    def _in_child(self) -> None:
+        self.closed = self.is_inherited = True
+        self.lock = RLock()  # another thread may have held it
 
     def pool_of(self, layer: int) -> GroupPool:
         """The slots of a layer's group."""
@@ -249,6 +257,7 @@ class SwapState:
 
     def _start(self) -> None:
         """Bind to the running loop."""
+        watch(self, SwapState._in_child)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.prefetcher = Prefetcher(self._store, self.lock, self.counters, self._starved)
         self.writes = WriteBehind(

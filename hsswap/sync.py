@@ -24,6 +24,7 @@ from hsswap.config import SwapConfig
 from hsswap.diagnostics import DiagnosticSummary
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, ClosedError
+from hsswap.forked import REFUSED, watch
 from hsswap.io.base import BlockIO
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
@@ -63,9 +64,14 @@ class _LoopThread:
         self._loop.set_default_executor(_Executor(thread_name_prefix="hsswap-wait"))
         self._lock = threading.Lock()
         self._calls: set[concurrent.futures.Future[Any]] = set()
-        self._closing = False
+        self._closing = ""  # why calls are refused
         self._thread = threading.Thread(target=self._loop.run_forever, name="hsswap-loop")
         self._thread.start()
+        watch(self, _LoopThread._in_child)
+
+    def _in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._closing = REFUSED
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An exception here (Ctrl-C) cancels it and waits for its end.
@@ -78,7 +84,7 @@ class _LoopThread:
         with self._lock:
             if self._closing:
                 work.close()
-                raise ClosedError("the swap is closed; open a new one")
+                raise ClosedError(self._closing)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._calls.add(future)
         try:
@@ -115,7 +121,7 @@ class _LoopThread:
     def close(self) -> None:
         """Stop the loop and join the thread, when the calls of other threads have ended."""
         with self._lock:
-            self._closing = True
+            self._closing = "the swap is closed; open a new one"
             calls = list(self._calls)
         concurrent.futures.wait(calls)
         ended = self._loop.shutdown_default_executor()

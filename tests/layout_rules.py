@@ -20,7 +20,7 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 # `hsswap` itself, the public API, which only rooms above the API may import.
 PLAIN = (
     *("bf16", "checksum", "codec", "config", "errors", "metrics"),
-    *("dims", "e4m3", "fitting", "halves", "plain_file", "predictor_config", "rope"),
+    *("dims", "e4m3", "fitting", "forked", "halves", "plain_file", "predictor_config", "rope"),
     *("top_k_config", "validation"),
 )
 CONTRACTS = (

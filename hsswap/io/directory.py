@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hsswap.errors import BlockIOError, ConfigError, HsswapError, StoreLocked
+from hsswap.forked import watch
 from hsswap.io.manifest import MANIFEST_NAME
 from hsswap.io.problems import from_os_error, is_named, lost
 
@@ -54,6 +55,13 @@ class StoreDirectory:
         self._lock = lock
         self._made = made
         self._closed = False
+        watch(self, StoreDirectory._in_child)
+
+    def _in_child(self) -> None:
+        """Do not keep the lock of a parent that dies."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._lock)
 
     @classmethod
     def open(cls, path: Path | str | None, *, keep: bool = False) -> StoreDirectory:
