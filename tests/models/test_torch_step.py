@@ -41,9 +41,9 @@ class Appending:
         return out
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-async def test_steps_choose_what_plain_decoding_chooses(tmp_path: Path, where: str) -> None:
-    path = write_tiny(tmp_path / "tiny.gguf", TINY, tiny_weights(TINY))
+def opened(path: Path, where: str) -> tuple[TorchLlama, SwapConfig]:
+    """The tiny model, on a stream of its own, and a swap for it."""
+    write_tiny(path, TINY, tiny_weights(TINY))
     if where != "cpu":
         torch.cuda.set_stream(torch.cuda.Stream(where))
     model = TorchLlama.from_gguf(open_gguf(path), where)
@@ -56,6 +56,12 @@ async def test_steps_choose_what_plain_decoding_chooses(tmp_path: Path, where: s
         device="host" if where == "cpu" else where,
         io="memory",
     )
+    return model, config
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+async def test_steps_choose_what_plain_decoding_chooses(tmp_path: Path, where: str) -> None:
+    model, config = opened(tmp_path / "tiny.gguf", where)
     plain = model.plain_attention(200)
     token = int(model.prefill(PROMPT, plain).argmax())
     wanted = [token]
@@ -82,19 +88,7 @@ async def test_steps_choose_what_plain_decoding_chooses(tmp_path: Path, where: s
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 async def test_rows_verified_at_once_and_a_drafter_of_one_layer(tmp_path: Path, where: str) -> None:
     """K + 1 rows in one pass give each row's own choice; drafts use the first layer alone."""
-    path = write_tiny(tmp_path / "tiny.gguf", TINY, tiny_weights(TINY))
-    if where != "cpu":
-        torch.cuda.set_stream(torch.cuda.Stream(where))
-    model = TorchLlama.from_gguf(open_gguf(path), where)
-    config = SwapConfig(
-        dims_of(model.config),
-        capacity_tokens=256,
-        device_slots=2 * 64 + 30,
-        host_slots=2 * 64 + 60,
-        tile_tokens=1024,
-        device="host" if where == "cpu" else where,
-        io="memory",
-    )
+    model, config = opened(tmp_path / "tiny.gguf", where)
     plain = model.plain_attention(200)
     model.prefill(PROMPT, plain)
     rows = [3, 1, 4, 1]
