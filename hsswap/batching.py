@@ -304,6 +304,7 @@ class BatchCalls(NamedCalls):
         or another swap's: nothing was enqueued then. Otherwise like :meth:`~hsswap.Sequence.attend`
         for the first that failed; the others' outputs are written.
         """
+        self.check_loop()
         pool = self.pool_of(checked_layer(layer, self.config.dims.layers))
         packed = Packed.of(pool, queries, out, lse_out, sinks)
         if not isinstance(sequences, list | tuple):

@@ -67,6 +67,7 @@ class Capturing(Reusing):
         Raises ArgumentError when layers differ in length, OutOfBlocks, OutOfSlots with the number
         of host slots needed, BlockIOError for a block that cannot be read: nothing is held then.
         """
+        self._swap.check_loop()
         raw_stream = self._swap.stream_of(stream)
         with self._exclusive("captured"):
             tokens = checked_length(tokens, MOST_TOKENS, what="tokens")

@@ -46,6 +46,7 @@ class LookingAhead(Capturing):
 
         Raises what :meth:`attend` raises.
         """
+        self._swap.check_loop()
         with self._exclusive("look_ahead"):
             cache = self._cache(layer)
             group = cache.pool.group

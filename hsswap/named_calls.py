@@ -158,6 +158,7 @@ class NamedCalls(NamedIds):
         *,
         predict: bool,
     ) -> None:
+        self.check_loop()
         dims, named = self.config.dims, self.named
         pool = self.pool_of(checked_layer(layer, dims.layers))
         size, group = dims.block_size, pool.group
@@ -272,6 +273,7 @@ class NamedCalls(NamedIds):
         raw_stream: object | None,
     ) -> AttendResult:
         self.check_open()
+        self.check_loop()
         dims, named = self.config.dims, self.named
         pool = self.pool_of(checked_layer(layer, dims.layers))
         stream, group = self.stream_of(raw_stream), pool.group

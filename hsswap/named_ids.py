@@ -44,6 +44,7 @@ class NamedIds(SwapState):
 
         Raises StaleBlockId for an id that nobody holds.
         """
+        self.check_loop()
         async with self.named.turn:  # behind an offload to the same id
             self.check_open()
             if self._store.ids.refcount(block) > 1:

@@ -31,6 +31,7 @@ class Reshaping(SequenceState):
 
         Raises OutOfBlocks, or OutOfSlots with the number needed: nothing was taken then.
         """
+        self._swap.check_loop()
         with self._exclusive("reserve"):
             config = self._swap.config
             longest = config.capacity_blocks * config.dims.block_size
@@ -86,6 +87,7 @@ class Reshaping(SequenceState):
         read, DeviceError for a launch that is refused, and cancellation, may leave some layers cut:
         only :meth:`truncate`, to the same length or less, or :meth:`close` can follow then.
         """
+        self._swap.check_loop()
         with self._exclusive("truncate"):
             raw_stream = self._swap.stream_of(stream)
             wanted, cuts = self._cuts(length)

@@ -25,6 +25,7 @@ class Reusing(Reshaping):
         Raises ArgumentError for other tokens than that, or more than a layer has; BlockIOError when
         a block cannot be written.
         """
+        self._swap.check_loop()
         with self._exclusive("commit"):
             given = as_tokens(tokens)
             shortest = min(cache.length for cache in self._layers)

@@ -63,6 +63,7 @@ class Sequence(LookingAhead):
         become free; rows that fill more than a tile go in parts, and :meth:`layer_length` says how
         many are in. DeviceError when a launch is refused half-way: the sequence can only be closed.
         """
+        self._swap.check_loop()
         with self._exclusive("append"):
             raw_stream = self._swap.stream_of(stream)
             rows = await self._when_room(lambda: self._check_rows(layer, keys, values))
@@ -125,6 +126,7 @@ class Sequence(LookingAhead):
         Raises ArgumentError for wrong arrays or more rows than tokens; BlockIOError (CorruptBlock)
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
+        self._swap.check_loop()
         given, exact = Given(queries, out, lse_out, sinks), checked_choice(exact, "exact")
         with self._exclusive("attend"):
             with self._swap.lock:
@@ -180,6 +182,7 @@ class Sequence(LookingAhead):
 
     async def close(self) -> None:
         """Give back slots and ids, after work and I/O in flight for them. Twice is fine."""
+        self._swap.check_loop()
         with self._swap.lock:
             if self._closed:
                 return

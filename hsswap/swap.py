@@ -173,6 +173,7 @@ class HighSpeedSwap(BatchCalls):
         top-k mode, where stored blocks are read for their codes, BlockIOError.
         """
         self.check_open()
+        self.check_loop()
         ids = self._store.find_prefix(tokens)
         try:
             sequence = self.sequence(top_k=top_k)
@@ -193,6 +194,7 @@ class HighSpeedSwap(BatchCalls):
         at the next flush.
         """
         self.check_open()
+        self.check_loop()
         self._write_parked()
         await self.writes.flush()
 
@@ -230,6 +232,7 @@ class HighSpeedSwap(BatchCalls):
         """
         if self.is_inherited:
             return
+        self.check_loop()
         with self.lock:
             self.closed = True  # from here on nothing is enqueued
         if self._ended is not None:

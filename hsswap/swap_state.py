@@ -113,6 +113,18 @@ class SwapState:
             refused = "the swap is closed; open a new one"
             raise ClosedError(REFUSED if self.is_inherited else refused)
 
+    def check_loop(self) -> None:
+        """Raise ArgumentError on another loop than the swap's, where a call would wait for ever."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:  # another library's
+            here = None
+        if here is not self._loop and not self.closed:
+            raise ArgumentError(
+                "the swap was opened on another event loop; open, use and close it inside one "
+                "asyncio.run(), or use hsswap.blocking()"
+            )
+
     def _in_child(self) -> None:
         self.closed = self.is_inherited = True
         self.lock = RLock()  # another thread may have held it
@@ -258,7 +270,8 @@ class SwapState:
     def _start(self) -> None:
         """Bind to the running loop."""
         watch(self, SwapState._in_child)
-        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self.mailbox = Mailbox(self._loop)
         self.prefetcher = Prefetcher(self._store, self.lock, self.counters, self._starved)
         self.writes = WriteBehind(
             self._store, self.lock, self.counters, self.mailbox, self.prefetcher.pump_soon

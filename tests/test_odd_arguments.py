@@ -231,7 +231,7 @@ SWAP_CALLS = [
 ]
 NO_ARGUMENTS = {
     "alloc_disk_block_id", "disk_free_count", "diagnostic_summary", "statistics", "flush", "close",
-    "store_statistics", "check_open", "named",
+    "store_statistics", "check_loop", "check_open", "named",
 }  # fmt: skip
 INNER = {
     "allocate_ids", "call_behind", "check_ids", "commit_ids", "drop_ids", "free_at_close",

@@ -79,7 +79,7 @@ BY_RUN = {
     "alloc_disk_block_id", "inc_disk_ref", "dec_disk_ref", "disk_refcount", "disk_free_count",
 }  # fmt: skip
 """Blocks by id: whoever has tables of his own asks through :meth:`BlockingSwap.run`."""
-NOT_FOR_ENGINES = {"store_statistics", "check_open", "named"}
+NOT_FOR_ENGINES = {"store_statistics", "check_loop", "check_open", "named"}
 
 
 def public(owner: type) -> set[str]:

@@ -1,0 +1,135 @@
+"""Calls on another event loop than the swap's: an error that says so, and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from hsswap import ArgumentError, HighSpeedSwap, Sequence
+from hsswap.io.memory import MemoryIO
+from tests.branches import alone
+from tests.swap_cases import SMALL, config_for, random_case
+from tests.swap_watch import fill, watched, within
+
+CASE = random_case(SMALL, 300, seed=23)
+ROW = CASE.queries[0][:1]
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+async def enter(opened: Any) -> None:
+    async with opened:
+        pass
+
+
+OF_SEQUENCE: dict[str, Callable[[Sequence], Awaitable[object]]] = {
+    "append": lambda s: s.append(0, CASE.keys[0][:9], CASE.values[0][:9]),
+    "attend": lambda s: s.attend(0, ROW),
+    "truncate": lambda s: s.truncate(100),
+    "reserve": lambda s: s.reserve(1),
+    "commit": lambda s: s.commit(range(300)),
+    "captured": lambda s: enter(s.captured(8)),
+    "look_ahead": lambda s: s.look_ahead(0, ROW),
+    "close": lambda s: s.close(),
+}
+BLOCK: dict[str, Any] = {
+    "layer": 0,
+    "k_block_host": CASE.keys[0][:16],
+    "v_block_host": CASE.values[0][:16],
+}
+ATTENDED: dict[str, Any] = {"layer": 0, "q_dev": ROW[0], "output_dev": ROW[0].copy()}
+OF_SWAP: dict[str, Callable[[HighSpeedSwap, Sequence, int], Awaitable[object]]] = {
+    "attend_batch": lambda w, s, _: w.attend_batch(0, [s], ROW, ROW.copy()),
+    "open_prefix": lambda w, _s, _b: w.open_prefix(range(300)),
+    "flush": lambda w, _s, _b: w.flush(),
+    "offload_block": lambda w, _, b: w.offload_block(block=b, **BLOCK),
+    "offload_block_on_stream": lambda w, _, b: w.offload_block_on_stream(
+        stream=None, block=b, **BLOCK
+    ),
+    "offload_block_no_predict_on_stream": lambda w, _, b: w.offload_block_no_predict_on_stream(
+        stream=None, block=b, **BLOCK
+    ),
+    "attend_layer": lambda w, _, b: w.attend_layer(seq_block_ids=[b], **ATTENDED),
+    "attend_layer_on_stream": lambda w, _, b: w.attend_layer_on_stream(
+        stream=None, seq_block_ids=[b], **ATTENDED
+    ),
+    "attend_layer_on_stream_with_q_pos": lambda w, _, b: w.attend_layer_on_stream_with_q_pos(
+        stream=None, seq_block_ids=[b], last_block_valid_slots=16, **ATTENDED
+    ),
+    "dec_disk_ref": lambda w, _, b: w.dec_disk_ref(block=b),
+    "close": lambda w, _s, _b: w.close(),
+}
+WAITS_FOR_NOTHING = {"alloc_disk_block_id", "inc_disk_ref"}
+
+
+def awaited_calls(kind: type) -> set[str]:
+    """Names of what an object of the class is awaited for."""
+    return {
+        name
+        for name, call in inspect.getmembers(kind, inspect.isfunction)
+        if name[0] != "_" and inspect.iscoroutinefunction(inspect.unwrap(call))
+    }
+
+
+def test_every_awaited_call_is_here() -> None:
+    inside = {"adopt", "quiet"}
+    assert awaited_calls(Sequence) - inside == OF_SEQUENCE.keys() - {"captured"}
+    inside = {"commit_ids", "release_sequence"}
+    assert awaited_calls(HighSpeedSwap) - inside - WAITS_FOR_NOTHING == OF_SWAP.keys()
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+async def test_calls_from_the_loop_of_another_thread(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    config = config_for(CASE, sequences=2)
+    async with watched(config) as swap, swap.sequence() as sequence:
+        await fill(sequence, CASE)
+        block = await swap.alloc_disk_block_id()
+        await swap.offload_block(block=block, **BLOCK)
+        await swap.flush()
+        before = swap.statistics()
+
+        async def elsewhere() -> None:
+            calls = [call(sequence) for call in OF_SEQUENCE.values()]
+            calls += [call(swap, sequence, block) for call in OF_SWAP.values()]
+            for call in calls:
+                with pytest.raises(ArgumentError, match="opened on another event loop; open, use"):
+                    await call
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(elsewhere())
+
+        await within(lambda: asyncio.to_thread(run))
+        assert swap.statistics() == before
+        wanted = await alone(CASE, list(range(CASE.tokens)))
+        for layer in range(SMALL.layers):
+            result = await sequence.attend(layer, CASE.queries[layer][-9:])
+            await result.done()
+            assert (np.asarray(result.out) == wanted[layer][-9:]).all()
+        await swap.dec_disk_ref(block=block)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_an_asyncio_run_for_each_call(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """What a newcomer writes."""
+    own = new_loop()
+    swap = own.run_until_complete(HighSpeedSwap.create(config_for(CASE), io=MemoryIO()))
+    sequence = swap.sequence()
+    for call in (fill(sequence, CASE), sequence.close(), swap.close()):
+        with (
+            asyncio.Runner(loop_factory=new_loop) as runner,
+            pytest.raises(ArgumentError, match=r"inside one asyncio\.run"),
+        ):
+            runner.run(call)
+    with pytest.raises(ArgumentError, match="another event loop"):  # nor a loop of asyncio at all
+        sequence.attend(0, ROW).send(None)
+    own.run_until_complete(fill(sequence, CASE))
+    own.run_until_complete(swap.close())
+    own.close()
