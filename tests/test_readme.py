@@ -80,3 +80,9 @@ def test_files_exist(document: str) -> None:
         and not list((ROOT / "hsswap").rglob(name))
     ]
     assert missing == []
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    names = re.findall(r"`((?:[a-z]+/)?test_[a-z0-9_]+)`", text_of("ARCHITECTURE.md"))
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()] == []
