@@ -376,36 +376,3 @@ def test_bounds_are_checked() -> None:
         TopK(4, left_out_bound=1.5)
     with pytest.raises(ConfigError, match="least_k is 5"):
         TopK(4, least_k=5)
-
-
-async def test_in_a_layer_with_a_window_what_it_does_not_reach_is_not_left_out() -> None:
-    """Blocks behind it are not chosen, and the share said to be left out is the true one."""
-    window = 700
-    group = replace(DIMS.group(0), layers=1, window=window)
-    dims = ModelDims((group,), DIMS.block_size)
-    case = random_case(dims, 1300, seed=45)
-    settings = replace(config(host_slots=128), dims=dims)
-    async with (
-        HighSpeedSwap.open(settings, io=MemoryIO()) as swap,
-        swap.sequence(top_k=TOP_K) as sequence,
-    ):
-        for part in (slice(0, 1100), *(slice(row, row + 1) for row in range(1100, 1130))):
-            await sequence.append(0, case.keys[0][part], case.values[0][part])
-            result = await sequence.attend(0, case.queries[0][part])
-            await result.done()
-            if part.start == 0:
-                continue
-            assert result.chosen is not None
-            row, full = part.start, (part.start + 1) // 16
-            first = row + 1 - window
-            assert (result.chosen >= first // 16).all()
-            assert (result.chosen[:, -8:] == np.arange(full - 8, full)).all()
-            for head in range(2):
-                keys = to_float32(case.keys[0][: row + 1, head]).astype(np.float64)
-                asked = to_float32(case.queries[0][row, 2 * head : 2 * head + 2])
-                weight = np.exp(asked @ keys.T * group.logit_scale)
-                weight[:, :first] = 0
-                whole = weight[:, : 16 * full].reshape(2, full, 16).sum(-1)
-                share = (whole / whole.sum(1, keepdims=True)).mean(0)
-                left = share.sum() - share[result.chosen[head]].sum()
-                assert result.left_out_mass[head] == pytest.approx(left, abs=0.06)
