@@ -171,7 +171,7 @@ def _are_strides(steps: object) -> bool:
 def leading(array: object, what: str) -> int:
     """The number of rows of an argument. Raises ArgumentError when it has none."""
     shape = getattr(array, "shape", None)
-    if not isinstance(shape, tuple):
+    if not isinstance(shape, tuple) or not all(isinstance(n, int | np.integer) for n in shape):
         raise ArgumentError(
             f"{what} is a {type(array).__name__}; give an array [rows, heads, dim] of BF16 codes"
         )

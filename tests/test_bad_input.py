@@ -13,9 +13,11 @@ from hsswap import (
     ClosedError,
     ConfigError,
     HighSpeedSwap,
+    ModelDims,
     OutOfSlots,
     PredictorConfig,
     Sequence,
+    SwapConfig,
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.io.memory import MemoryIO
@@ -236,3 +238,41 @@ async def test_arrays_that_cannot_be_read(given: Exporter) -> None:
         with pytest.raises(ArgumentError, match="keys"):
             await sequence.append(0, given, VALUES[:20])
         assert state(swap, sequence) == before
+
+
+@pytest.mark.parametrize("shape", [("4", 1, 8), (4.0, 1, 8), (None, 1, 8), 4, "418"])
+async def test_shapes_that_are_none(shape: object) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.shape = shape
+
+    async with watched(config_for(CASE)) as swap:
+        sequence = swap.sequence()
+        with pytest.raises(ArgumentError, match="keys is a Odd; give an array"):
+            await sequence.append(0, Odd(), Odd())
+
+
+async def test_an_output_whose_rows_share_memory_is_refused() -> None:
+    """As an expanded one: whatever row is written last would be every row's."""
+    rows = np.full((40, 1, 8), 0x3F80, np.uint16)
+    dims = ModelDims.uniform(layers=1, q_heads=1, kv_heads=1, head_dim=8)
+    config = SwapConfig(dims, 200, 40, 60, tile_tokens=256)
+    shared = np.lib.stride_tricks.as_strided(np.zeros(8, np.uint16), (4, 1, 8), (0, 16, 2))
+    sums = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (4, 1), (0, 4))
+    async with HighSpeedSwap.open(config, io=MemoryIO()) as swap, swap.sequence() as sequence:
+        await sequence.append(0, rows, rows)
+        with pytest.raises(ArgumentError, match="out has strides"):
+            await sequence.attend(0, rows[:4], shared)
+        with pytest.raises(ArgumentError, match="out has strides"):
+            sequence.try_attend(0, rows[:4], shared)
+        with pytest.raises(ArgumentError, match="lse_out has strides"):
+            await sequence.attend(0, rows[:4], lse_out=sums)
+        with pytest.raises(ArgumentError, match="out has strides"):
+            await swap.attend_batch(0, [sequence], rows[:4], shared)
+        async with sequence.captured(4, rows=4) as steps:
+            with pytest.raises(ArgumentError, match="out has strides"):
+                steps.attend(0, rows[:4], shared)
+            steps.finish(40)
+        result = await sequence.attend(0, rows[:4])
+        await result.done()
+        assert (np.asarray(result.out) == 0x3F80).all()

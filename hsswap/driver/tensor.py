@@ -133,7 +133,8 @@ def tensor_of(
     ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers,
     E4M3 as 8-bit ones.
     ``written``: work will write to it. Raises ArgumentError for another kind of object, dtype or
-    shape, and for an array that is to be written and is read-only, before anything is touched.
+    shape, and for an array that is to be written and is read-only or overlaps itself, before
+    anything is touched.
     """
     if isinstance(obj, Tensor):
         tensor = obj
@@ -156,7 +157,22 @@ def tensor_of(
         )
     if tensor.shape != shape:
         raise ArgumentError(f"{what} has shape {tensor.shape}; {shape} is needed")
+    if written and _overlaps(tensor):
+        raise ArgumentError(
+            f"{what} has strides {tensor.strides}, with which elements share bytes; give an array "
+            "of its own for each row (not an expanded or broadcast one)"
+        )
     return tensor
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share bytes: an axis steps into what shorter steps cover."""
+    covered = _DTYPES[tensor.dtype].itemsize
+    for step, count in sorted(zip(map(abs, tensor.strides), tensor.shape, strict=True)):
+        if count > 1 and step < covered:
+            return True
+        covered += step * (count - 1)
+    return False
 
 
 def _check_dtype(given: DTypeLike, dtype: str, what: str) -> None:

@@ -99,3 +99,42 @@ def test_cuda_array_interface() -> None:
 def test_tensors_compare_by_what_they_name() -> None:
     tensor = raw(np.zeros(2, np.int32))
     assert replace(tensor) == tensor
+
+
+SHARED = {  # strides of bytes for u16 [4, 3, 8]
+    "expanded rows": (0, 16, 2),
+    "expanded heads": (16, 0, 2),
+    "expanded elements": (48, 16, 0),
+    "rows that overlap": (32, 16, 2),
+    "rows that overlap backwards": (-32, 16, 2),
+    "heads that overlap": (48, 14, 2),
+    "rows inside each other": (2, 16, 2),
+}
+APART = {
+    "in order": (48, 16, 2),
+    "in another order": (16, 64, 2),
+    "backwards": (-48, -16, -2),
+    "with gaps": (300, 40, 4),
+    "between each other": (2, 64, 8),
+}
+
+
+@pytest.mark.parametrize("strides", SHARED.values(), ids=SHARED)
+def test_what_is_written_and_overlaps_itself_is_refused(strides: tuple[int, int, int]) -> None:
+    memory = np.zeros(2000, np.uint16)[1000:]
+    array = np.lib.stride_tricks.as_strided(memory, (4, 3, 8), strides)
+    with pytest.raises(ArgumentError, match=r"x has strides .* share bytes"):
+        tensor_of(array, "bf16", (4, 3, 8), "x", written=True)
+    assert tensor_of(array, "bf16", (4, 3, 8), "x").strides == strides
+    alike = Tensor(memory.ctypes.data, (4, 3, 8), strides, "bf16", False, memory)
+    with pytest.raises(ArgumentError, match="share bytes"):
+        tensor_of(alike, "bf16", (4, 3, 8), "x", written=True)
+    one = np.lib.stride_tricks.as_strided(memory, (1, 1, 1), strides)
+    assert tensor_of(one, "bf16", (1, 1, 1), "x", written=True).strides == strides
+
+
+@pytest.mark.parametrize("strides", APART.values(), ids=APART)
+def test_what_is_written_may_have_any_other_strides(strides: tuple[int, int, int]) -> None:
+    memory = np.zeros(2000, np.uint16)[1000:]
+    array = np.lib.stride_tricks.as_strided(memory, (4, 3, 8), strides)
+    assert tensor_of(array, "bf16", (4, 3, 8), "x", written=True).strides == strides
