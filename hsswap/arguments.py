@@ -17,6 +17,8 @@ from hsswap.exact import LayerCache
 from hsswap.pools import GroupPool
 from hsswap.tiers import I64
 
+AXES = "[rows, heads, dim]"
+
 
 def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     """Rows for the end of a layer. Raises ArgumentError for wrong arrays."""
@@ -27,8 +29,8 @@ def checked_rows(cache: LayerCache, keys: object, values: object) -> Rows:
     shape = (count, group.kv_heads)
     rows = Rows(
         cache,
-        tensor_of(keys, group.dtype, (*shape, group.head_dim), "keys"),
-        tensor_of(values, group.dtype, (*shape, group.value_dim), "values"),
+        tensor_of(keys, group.dtype, (*shape, group.head_dim), "keys", axes=AXES),
+        tensor_of(values, group.dtype, (*shape, group.value_dim), "values", axes=AXES),
     )
     cache.pool.check_reachable(rows.keys, "keys")
     cache.pool.check_reachable(rows.values, "values")
@@ -78,10 +80,11 @@ def checked_query(cache: LayerCache, indices: I64, given: Given, stream: Stream)
             f"{count} query rows for layer {cache.layer}, which has {cache.length} tokens; append "
             "the rows' keys and values first"
         )
-    taken = tensor_of(given.queries, group.dtype, (count, group.q_heads, group.head_dim), "queries")
+    shape = (count, group.q_heads, group.head_dim)
+    taken = tensor_of(given.queries, group.dtype, shape, "queries", axes=AXES)
     shape = (count, group.q_heads, group.value_dim)
     out = cache.pool.new_output(shape) if given.out is None else given.out
-    taken_out = tensor_of(out, group.dtype, shape, "out", written=True)
+    taken_out = tensor_of(out, group.dtype, shape, "out", axes=AXES, written=True)
     lse = None
     if given.lse_out is not None:
         lse = tensor_of(given.lse_out, "f32", (count, group.q_heads), "lse_out", written=True)
@@ -173,8 +176,8 @@ def leading(array: object, what: str) -> int:
     shape = getattr(array, "shape", None)
     if not isinstance(shape, tuple) or not all(isinstance(n, int | np.integer) for n in shape):
         raise ArgumentError(
-            f"{what} is a {type(array).__name__}; give an array [rows, heads, dim] of BF16 codes"
+            f"{what} is a {type(array).__name__}; give an array {AXES} of BF16 codes"
         )
     if len(shape) != 3 or shape[0] < 1:
-        raise ArgumentError(f"{what} has shape {shape}; give [rows, heads, dim] with 1 row or more")
+        raise ArgumentError(f"{what} has shape {shape}; give {AXES} with 1 row or more")
     return int(shape[0])

@@ -73,10 +73,7 @@ def exported(obj: Any, dtype: str, what: str) -> Exported:
     if tensor.device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise ArgumentError(f"{what} is in memory of kind {tensor.device_type}; give CPU or CUDA")
     if (tensor.code, tensor.bits) not in KINDS[dtype] or tensor.lanes != 1:
-        raise ArgumentError(
-            f"{what} has the DLPack dtype (code {tensor.code}, {tensor.bits} bits); {dtype} is "
-            "needed"
-        )
+        raise ArgumentError(f"{what} has dtype {_name_of(tensor)}; {dtype} is needed")
     itemsize = tensor.bits // 8
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides:
@@ -89,6 +86,14 @@ def exported(obj: Any, dtype: str, what: str) -> Exported:
     address = (tensor.data or 0) + tensor.byte_offset
     # The capsule was not taken over: when it goes, the producer takes its array back.
     return Exported(address, shape, strides, tensor.device_type == CUDA, (capsule, obj))
+
+
+def _name_of(tensor: _Tensor) -> str:
+    """What a framework calls the dtype, as far as it is one that may be met."""
+    kinds = {INT: "int", UINT: "uint", FLOAT: "float", BFLOAT: "bfloat"}
+    kind = kinds.get(tensor.code, f"of DLPack's code {tensor.code}, bits ")
+    name = "float8_e4m3fn" if tensor.code == E4M3 else f"{kind}{tensor.bits}"
+    return name if tensor.lanes == 1 else f"{name} in lanes of {tensor.lanes}"
 
 
 def _pointer_in(capsule: object) -> int:

@@ -125,12 +125,19 @@ def tensor_in(
 
 
 def tensor_of(
-    obj: object, dtype: str, shape: tuple[int, ...], what: str, *, written: bool = False
+    obj: object,
+    dtype: str,
+    shape: tuple[int, ...],
+    what: str,
+    *,
+    axes: str = "",
+    written: bool = False,
 ) -> Tensor:
     """Take an engine's array: a NumPy array, a :class:`Tensor`, or an object with ``__dlpack__`` or
     ``__cuda_array_interface__``.
 
-    ``shape`` is what it must have; ``what`` names it in errors. BF16 comes as 16-bit integers,
+    ``shape`` is what it must have; ``what`` names it in errors, ``axes`` what these mean
+    ("[rows, heads, dim]"). BF16 comes as 16-bit integers,
     E4M3 as 8-bit ones.
     ``written``: work will write to it. Raises ArgumentError for another kind of object, dtype or
     shape, and for an array that is to be written and is read-only or overlaps itself, before
@@ -156,7 +163,8 @@ def tensor_of(
             "__cuda_array_interface__ is needed"
         )
     if tensor.shape != shape:
-        raise ArgumentError(f"{what} has shape {tensor.shape}; {shape} is needed")
+        meaning = f", {axes}" if axes else ""
+        raise ArgumentError(f"{what} has shape {tensor.shape}; {shape} is needed{meaning}")
     if written and _overlaps(tensor):
         raise ArgumentError(
             f"{what} has strides {tensor.strides}, with which elements share bytes; give an array "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 from typing import Any
 
 import numpy as np
@@ -106,17 +107,20 @@ def test_memory_of_a_gpu_is_not_waited_for() -> None:
 
 def test_wrong_kinds_are_refused() -> None:
     numbers = np.zeros((2, 2), np.uint16)
-    for foreign, dtype in (
-        (Foreign(numbers, dlpack.FLOAT), "bf16"),
-        (Foreign(numbers, dlpack.BFLOAT, lanes=2), "bf16"),
-        (Foreign(numbers, dlpack.BFLOAT, 7), "bf16"),
-        (Foreign(np.zeros((2, 2), np.float64), dlpack.FLOAT), "f32"),
-        (Exporting(np.array(["a"])), "u8"),
+    for foreign, dtype, message in (
+        (Foreign(numbers, dlpack.FLOAT), "bf16", "has dtype float16; bf16"),
+        (Foreign(numbers, dlpack.BFLOAT, lanes=2), "bf16", "has dtype bfloat16 in lanes of 2;"),
+        (Foreign(numbers, dlpack.BFLOAT, 7), "bf16", "is in memory of kind 7"),
+        (Foreign(np.zeros((2, 2), np.float64), dlpack.FLOAT), "f32", "has dtype float64; f32"),
+        (Foreign(np.zeros(2, np.uint8), dlpack.E4M3), "bf16", "has dtype float8_e4m3fn; bf16"),
+        (Foreign(numbers, 99), "bf16", "has dtype of DLPack's code 99, bits 16;"),
+        (Exporting(np.array(["a"])), "u8", "cannot be exported"),
     ):
-        with pytest.raises(ArgumentError, match="queries"):
+        with pytest.raises(ArgumentError, match=f"queries {message}"):
             tensor_of(foreign, dtype, foreign.shape, "queries")
-    with pytest.raises(ArgumentError, match="shape"):
-        tensor_of(Foreign(numbers, dlpack.BFLOAT), "bf16", (2, 3), "queries")
+    meaning = re.escape("(2, 3) is needed, [rows, dim]")
+    with pytest.raises(ArgumentError, match=meaning):
+        tensor_of(Foreign(numbers, dlpack.BFLOAT), "bf16", (2, 3), "queries", axes="[rows, dim]")
 
 
 async def test_a_sequence_takes_them() -> None:
