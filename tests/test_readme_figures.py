@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from hsswap import LayerGroup, PredictorConfig
+from hsswap.driver.cuda_prepare import kernels_of
+from hsswap.driver.preparing import PrepareWork
+
 ROOT = Path(__file__).parent.parent
 COSTS = (ROOT / "README.md").read_text().partition("\n## What it costs\n")[2]
 TABLES = [line for line in COSTS.splitlines() if line.startswith("| ")]
@@ -209,8 +213,25 @@ def rounds() -> Iterator[str]:
     yield f"The device waits {100 * max(idle):.1f} % of the time"
 
 
+class H200:
+    """What the choice of kernels depends on."""
+
+    compute_capability, sm_count, shared_bytes_limit = (9, 0), 132, 232448
+
+
+def kernels() -> Iterator[str]:
+    def count(sequences: int, predictor: PredictorConfig | None = None) -> int:
+        work = PrepareWork((LayerGroup(1, 32, 8, 128),), 16, 32768, sequences, predictor)
+        found = kernels_of(H200(), work)
+        return len({(kernel, *sorted(constants.items())) for kernel, constants in found})
+
+    yield f"{count(1)} kernels for one sequence"
+    yield f"{count(8)} for eight sequences"
+    yield f"{count(1, PredictorConfig())} for one in top-k mode"
+
+
 @pytest.mark.parametrize(
-    "part", [machine_and_date, e4m3, gather, top_k, overlap, whole_step, rounds]
+    "part", [machine_and_date, e4m3, gather, top_k, overlap, whole_step, rounds, kernels]
 )
 def test_text(part: Callable[[], Iterable[str]]) -> None:
     text = " ".join(COSTS.split())
