@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from hsswap import __version__
+from hsswap.bench.figures import interval_of_median
 from hsswap.bench.predictor_contexts import reference_text
 from hsswap.commands.decoding import SwapAttention, dims_of, must_read_blocks
 from hsswap.commands.planning import best_tile
@@ -93,13 +93,14 @@ class Arm:
 
     def result(self, in_memory: Arm, plain: Arm) -> dict[str, Any]:
         """What is reported of this arm; bytes and waits are those of decoding, a token."""
-        of_memory, of_plain = self.ratios(in_memory), self.ratios(plain)
+        of_memory = interval_of_median(self.ratios(in_memory))
+        of_plain = interval_of_median(self.ratios(plain))
         found: dict[str, Any] = {
             "tokens_per_s": statistics.median(self.rates),
-            "of_memory": statistics.median(of_memory),
-            "of_memory_95": interval_of_median(of_memory),
-            "of_plain": statistics.median(of_plain),
-            "of_plain_95": interval_of_median(of_plain),
+            "of_memory": of_memory.median,
+            "of_memory_95": of_memory[1:],
+            "of_plain": of_plain.median,
+            "of_plain_95": of_plain[1:],
             "prefill_s": self.prefill_s,
             "tokens": len(self.tokens),
             "tokens_as_plain": common_prefix(self.tokens, plain.tokens),
@@ -123,19 +124,6 @@ def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """How many tokens are equal before the first that differs."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     return next((place for place, (a, b) in pairs if a != b), len(ours))
-
-
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """The order statistics that hold the median with at least 95 % (all values, if too few)."""
-    ordered, count = sorted(values), len(values)
-    outside, tail = 0, 0.0
-    while True:
-        tail += math.comb(count, outside) / 2**count
-        if 2 * tail > 0.05 or outside + 1 > count // 2:
-            break
-        outside += 1
-    low = max(outside - 1, 0)
-    return ordered[low], ordered[count - 1 - low]
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import platform
 import statistics
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.bench.figures import interval_of_median
 from hsswap.driver.cuda_errors import load_driver
 from hsswap.errors import HsswapError
 from hsswap.io.base import IOFile, Operation, Priority, SpanReads, Transfer
@@ -201,14 +201,6 @@ async def seconds(call: Callable[[], Awaitable[None]]) -> float:
     return time.perf_counter() - begin
 
 
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median and the interval that holds it with 95 %."""
-    ordered, count = sorted(values), len(values)
-    reach = math.ceil(0.98 * math.sqrt(count))
-    low, high = max(0, count // 2 - reach), min(count - 1, count // 2 + reach)
-    return statistics.median(ordered), ordered[low], ordered[high]
-
-
 async def measure(
     device: Device, place: Path, gpudirect: bool, threads: int, slices: int
 ) -> dict[str, Any]:
@@ -262,7 +254,7 @@ async def compare(
         row[f"{name}_mb_s"] = SLICE_BYTES / 1e6 / statistics.median(values)
     for name in ("single", "runs"):
         ratios = [k / h for k, h in zip(taken["kvikio"], taken[name], strict=True)]
-        row[f"{name}_over_kvikio"] = median_interval(ratios)
+        row[f"{name}_over_kvikio"] = interval_of_median(ratios)
     return row
 
 

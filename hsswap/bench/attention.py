@@ -16,7 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hsswap.bench.cases import CASES, Case, Inputs, make_inputs, relative_error
-from hsswap.bench.common import MIN_SLICES, Interval, Machine, names_of
+from hsswap.bench.common import Interval, Machine, names_of
+from hsswap.bench.figures import SLICES_MIN
 from hsswap.bench.lab import need_gpu
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.commands.interrupts import Interrupts
@@ -154,7 +155,7 @@ def measure(
     once = {name: _median(g, 3) for name, g in baselines.items()}
     fastest = min(once.values())
     close = [name for name, took in once.items() if took < CLOSE * fastest]
-    slices = MIN_SLICES + 1 if quick else 2 * MIN_SLICES + 1
+    slices = SLICES_MIN + 1 if quick else 2 * SLICES_MIN + 1
     budget = SLICE_US / (4 if quick else 1)
     times: dict[str, list[float]] = {name: [] for name in ("ours", "apart", *close)}
     graphs = {"ours": graph, "apart": apart, **{name: baselines[name] for name in close}}

@@ -1,9 +1,8 @@
-"""What every benchmark shares: the machine it ran on, and medians with an interval."""
+"""What the benches on a GPU share: names in an option, intervals with names, the machine."""
 
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import platform
 import subprocess
@@ -11,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hsswap.bench.figures import interval_of_median
 from hsswap.errors import ArgumentError
-
-MIN_SLICES = 20
-"""Alternating slices under which no figure counts."""
 
 
 def names_of(text: str | None, known: Sequence[str], option: str) -> list[str]:
@@ -31,7 +28,7 @@ def names_of(text: str | None, known: Sequence[str], option: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and the 95 % interval of the median, by order statistics."""
+    """:func:`interval_of_median` as result files have it, with names."""
 
     median: float
     low: float
@@ -39,18 +36,8 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of at least one value; the interval is that of a binomial with p = 1/2."""
-        ordered = sorted(values)
-        count = len(ordered)
-        below, chance = 0, 0.0
-        while below < count // 2:
-            chance += math.comb(count, below) / 2**count
-            if chance > 0.025:
-                break
-            below += 1
-        first = max(0, below - 1)
-        middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-        return cls(middle, ordered[first], ordered[count - 1 - first])
+        """Of at least one value."""
+        return cls(*interval_of_median(values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hsswap.bench.common import MIN_SLICES, Interval
+from hsswap.bench.common import Interval
+from hsswap.bench.figures import SLICES_MIN
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.config import LayerGroup
 from hsswap.driver import cuda_operations
@@ -51,7 +52,7 @@ def measure_gather(
     device: Any, launcher: StaticLauncher, ours: Stream, stream: Any, quick: bool
 ) -> list[dict[str, Any]]:
     """A row for each size of piece. Bytes are compared before they are timed."""
-    slices = MIN_SLICES + 1 if quick else 2 * MIN_SLICES + 1
+    slices = SLICES_MIN + 1 if quick else 2 * SLICES_MIN + 1
     with device.allocate_host(HOST_BYTES) as host:
         words = tensor_in(host, "u32", (HOST_BYTES // 4,)).array()
         words[...] = np.arange(len(words), dtype=np.uint32) * np.uint32(2654435761)

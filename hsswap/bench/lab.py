@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from hsswap import HighSpeedSwap, Sequence
-from hsswap.bench.common import MIN_SLICES, Interval
+from hsswap.bench.common import Interval
+from hsswap.bench.figures import SLICES_MIN
 from hsswap.bf16 import from_float32
 from hsswap.driver.base import AttendAgain, Device, Stream
 from hsswap.driver.cuda_errors import load_driver
@@ -202,7 +203,7 @@ class Turns:
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for arm in arms.values():
             await arm()
-        for turn in range(3 if quick else MIN_SLICES + 1):
+        for turn in range(3 if quick else SLICES_MIN + 1):
             order = list(arms) if turn % 2 else list(arms)[::-1]
             for name in order:
                 seconds[name].append(await arms[name]())

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from hsswap.bench.cases import BLOCK_SIZE, Case, make_inputs, tensor_from
-from hsswap.bench.common import MIN_SLICES, Interval
+from hsswap.bench.common import Interval
+from hsswap.bench.figures import SLICES_MIN
 from hsswap.bench.planted_codes import PLANES, make_codec, make_codes, make_queries
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Device, Graph, Stream
@@ -329,7 +330,7 @@ def _measure(
     stream.synchronize()
     error = max(step.error(turn) for step in sets[:2] for turn in range(2))
     found = _missing(sets[0])
-    slices = MIN_SLICES + 1 if quick else 2 * MIN_SLICES + 1
+    slices = SLICES_MIN + 1 if quick else 2 * SLICES_MIN + 1
     times: dict[str, list[float]] = {"ours": [], "dense": []}
     for i in range(slices):
         for name in ("ours", "dense") if i % 2 else ("dense", "ours"):
