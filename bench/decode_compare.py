@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hsswap import __version__
-from hsswap.bench.figures import interval_of_median
+from hsswap.bench.figures import interval_of_median, machine
 from hsswap.bench.predictor_contexts import reference_text
 from hsswap.commands.decoding import SwapAttention, dims_of, must_read_blocks
 from hsswap.commands.planning import best_tile
@@ -47,7 +42,6 @@ from hsswap.models import (
 )
 from hsswap.sync import BlockingSwap, blocking
 
-PROJECT = Path(__file__).resolve().parents[1]
 EIGHTH = "eighth"
 IN_MEMORY = "in memory"
 PLAIN = "plain"
@@ -161,38 +155,6 @@ def arms_of(model: Llama, tokens: int, directory: Path | None, stack: ExitStack)
     return arms
 
 
-def machine() -> dict[str, object]:
-    """What a number is worth nothing without."""
-    cpu = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": cpu or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "hsswap": __version__,
-    }
-
-
-def commit() -> str:
-    """The commit, with ``+`` if the tree differs from it; "unknown" without git."""
-    try:
-        name = _git("rev-parse", "--short=12", "HEAD").strip()
-        return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True, check=True
-    ).stdout
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     """One line an arm."""
     lines = [
@@ -249,11 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
         plain, in_memory = arms[:2]
         results = {arm.name: arm.result(in_memory, plain) for arm in arms}
         same = all(arm.tokens == arms[1].tokens for arm in arms[1:])
+    here = machine()
     record = {
         "bench": "decode_compare",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
+        "date": here.pop("date"),
+        "commit": here.pop("commit"),
+        "machine": {**here, "numpy": np.__version__},
         "model": file.path.stem,
         "prompt_tokens": len(prompt),
         "slices": options.slices,
