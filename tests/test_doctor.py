@@ -24,6 +24,7 @@ EXPECTED = REQUIRED | {
     "demo packages",
     "cuda driver",
     "nvrtc",
+    "torch",
     "gds",
     "io_uring",
     "direct I/O",

@@ -82,7 +82,7 @@ def python() -> Iterator[Check]:
 
 
 def cuda() -> Iterator[Check]:
-    """Driver, devices and NVRTC. The driver is started only if its library can be loaded."""
+    """Driver, devices, NVRTC and torch. The driver is started only if its library can be loaded."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -96,6 +96,7 @@ def cuda() -> Iterator[Check]:
         yield _driver_version()
         yield from _devices(driver)
     yield _nvrtc()
+    yield _torch()
 
 
 def gds(path: Path) -> Iterator[Check]:
@@ -289,6 +290,14 @@ def _nvrtc() -> Check:
         "the compiler of the kernels cannot be loaded; only cuda devices need it",
         "pip install 'hsswap[cuda]'",
     )
+
+
+def _torch() -> Check:
+    found, absent = _versions(("torch",))
+    if not absent:
+        return Check("torch", OK, found[0])
+    text = "not installed; `generate --device cuda:N` and the benches on a GPU need it"
+    return Check("torch", MISSING, text, "pip install 'hsswap[torch]'")
 
 
 def _bracketed(path: str) -> str:
