@@ -67,7 +67,7 @@ API = (
     "writeback",
 )
 BELOW_API = (*PLAIN, "io", "driver", "ptx", *DECIDING, *WAITING)
-COMMANDS = ("__main__", "bench", "commands", "engine", "integrations")
+COMMANDS = ("__main__", "bench", "commands")
 EVERYTHING = ("", *BELOW_API, *API, "rounds", "models", *COMMANDS)
 
 ROOMS: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout_rules import text_violations, violations
+from tests.layout_rules import ROOMS, text_violations, violations
 
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGE = PROJECT / "hsswap"
@@ -17,6 +17,14 @@ PACKAGE = PROJECT / "hsswap"
 def test_the_package_follows_the_rules() -> None:
     found = violations(PACKAGE)
     assert not found, "\n".join(found)
+
+
+def test_every_room_is_there() -> None:
+    places = {room: PACKAGE.joinpath(*room.split(".")) for room in ROOMS}
+    gone = [
+        r for r, at in places.items() if not at.is_dir() and not at.with_suffix(".py").is_file()
+    ]
+    assert gone == []
 
 
 def test_no_file_names_one_machine() -> None:
