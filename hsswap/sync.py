@@ -30,6 +30,7 @@ from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
 from hsswap.swap import HighSpeedSwap
 from hsswap.topk import TopK
+from hsswap.whole import Whole
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -81,22 +82,25 @@ class _LoopThread:
         if threading.current_thread() is self._thread:
             work.close()
             raise ArgumentError("a blocking call on the loop's own thread would never return")
-        with self._lock:
-            if self._closing:
-                work.close()
-                raise ClosedError(self._closing)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._calls.add(future)
+        future: concurrent.futures.Future[T] | None = None
         try:
+            with Whole(), self._lock:
+                if self._closing:
+                    raise ClosedError(self._closing)
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._calls.add(future)
             return future.result()
         except BaseException:
-            if not future.done():
+            if future is None:
+                work.close()
+            elif not future.done():
                 future.cancel()
                 concurrent.futures.wait([future])
             raise
         finally:
             with self._lock:
-                self._calls.discard(future)
+                if future is not None:
+                    self._calls.discard(future)
 
     def watch(self, swap: HighSpeedSwap) -> None:
         """Close the swap when the main thread ends without having done so.
@@ -172,7 +176,9 @@ class BlockingSequence:
         self, layer: int, keys: object, values: object, *, stream: object | None = None
     ) -> None:
         """Add rows at the end of a layer; returns when the copy is enqueued."""
-        if not self._sequence.try_append(layer, keys, values, stream=stream):
+        with Whole():
+            done = self._sequence.try_append(layer, keys, values, stream=stream)
+        if not done:
             self._loop.run(self._sequence.append(layer, keys, values, stream=stream))
 
     def attend(
@@ -189,7 +195,8 @@ class BlockingSequence:
         """Attention of the layer's last rows, enqueued; ``result.synchronize()`` waits for it."""
         sequence = self._sequence
         options = {"exact": exact, "lse_out": lse_out, "sinks": sinks, "stream": stream}
-        result = sequence.try_attend(layer, queries, out, **options)  # type: ignore[arg-type]
+        with Whole():
+            result = sequence.try_attend(layer, queries, out, **options)  # type: ignore[arg-type]
         if result is None:
             result = self._loop.run(
                 sequence.attend(layer, queries, out, **options)  # type: ignore[arg-type]
@@ -202,12 +209,14 @@ class BlockingSequence:
 
     def truncate(self, length: int, *, stream: object | None = None) -> None:
         """Forget all but the first ``length`` tokens. See :meth:`hsswap.Sequence.truncate`."""
-        if not self._sequence.try_truncate(length, stream=stream):
+        with Whole():
+            done = self._sequence.try_truncate(length, stream=stream)
+        if not done:
             self._loop.run(self._sequence.truncate(length, stream=stream))
 
     def fork(self, *, stream: object | None = None) -> BlockingSequence:
         """Another sequence with the same tokens. See :meth:`hsswap.Sequence.fork`."""
-        return BlockingSequence(self._sequence.fork(stream=stream), self._loop)
+        return _kept(lambda: self._sequence.fork(stream=stream), self._loop)
 
     def commit(self, tokens: ArrayLike) -> int:
         """Store the first blocks under these tokens. See :meth:`hsswap.Sequence.commit`."""
@@ -245,6 +254,19 @@ class BlockingSequence:
             self._loop.run(self._sequence.close())
 
 
+def _kept(make: Callable[[], Sequence], loop: _LoopThread) -> BlockingSequence:
+    """What was made, or nothing: closed again where Ctrl-C keeps it from the caller."""
+    made: Sequence | None = None
+    try:
+        with Whole():
+            made = make()
+        return BlockingSequence(made, loop)
+    except BaseException:
+        if made is not None:
+            loop.run(made.close())
+        raise
+
+
 class BlockingSwap:
     """A swap without async calls. Get it from :func:`blocking`; close it or use ``with``."""
 
@@ -271,7 +293,7 @@ class BlockingSwap:
 
     def sequence(self, *, top_k: TopK | None = None) -> BlockingSequence:
         """A new, empty sequence. See :meth:`hsswap.HighSpeedSwap.sequence`."""
-        return BlockingSequence(self._swap.sequence(top_k=top_k), self._loop)
+        return _kept(lambda: self._swap.sequence(top_k=top_k), self._loop)
 
     def open_prefix(self, tokens: ArrayLike, *, top_k: TopK | None = None) -> BlockingSequence:
         """A sequence that holds a stored prefix. See :meth:`hsswap.HighSpeedSwap.open_prefix`."""

@@ -21,7 +21,7 @@ FUNCTION_LINES_LIMIT = 70  # from `def` to its last line, docstring included
 PLAIN = (
     *("bf16", "checksum", "codec", "config", "errors", "metrics"),
     *("dims", "e4m3", "fitting", "forked", "halves", "plain_file", "predictor_config", "rope"),
-    *("top_k_config", "validation"),
+    *("top_k_config", "validation", "whole"),
 )
 CONTRACTS = (
     *("driver.base", "driver.tensor"),
