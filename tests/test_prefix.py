@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,24 @@ async def test_a_corrupt_block_is_an_error_and_is_not_found_again() -> None:
         with pytest.raises(CorruptBlock):
             await branch.answers(1)
         assert len((await reopened(swap, TOKENS)).rows) < 320
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.ETIMEDOUT]
+)
+async def test_what_could_not_be_read_for_once_is_still_there(number: int) -> None:
+    """A fault of the way to the bytes says nothing about them."""
+    once = Fault(FaultKind.ERRNO, only="read", at=3, count=4, errno=number)
+    async with watched(config_of(), once) as swap:
+        await stored(swap, 320)
+        branch = await reopened(swap, TOKENS)
+        for _ in range(8):
+            with suppress(BlockIOError):
+                await branch.answers(1)
+                break
+        await branch.check()
+        assert len((await reopened(swap, TOKENS)).rows) == 320
+        assert swap.store_statistics().errors > 0
 
 
 async def test_what_cannot_be_written_is_not_committed() -> None:

@@ -247,16 +247,20 @@ def _lock(path: Path, *, create: bool) -> int | None:
     return descriptor
 
 
+def _may_be_left(entry: os.DirEntry[str]) -> bool:
+    """Whether it may be a temporary store directory of this user."""
+    if not (entry.name.startswith(TEMPORARY_PREFIX) and entry.is_dir(follow_symlinks=False)):
+        return False
+    try:
+        return entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    except FileNotFoundError:  # its owner closed it just now
+        return False
+
+
 def _sweep_temporary() -> None:
     """Remove temporary store directories of this user whose owner is dead."""
     with os.scandir(tempfile.gettempdir()) as entries:
-        found = [
-            Path(entry.path)
-            for entry in entries
-            if entry.name.startswith(TEMPORARY_PREFIX)
-            and entry.is_dir(follow_symlinks=False)
-            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-        ]
+        found = [Path(entry.path) for entry in entries if _may_be_left(entry)]
     for path in found:
         # In use, vanished or not to be removed: all the same, it is not ours to complain about.
         with suppress(OSError, StoreLocked):

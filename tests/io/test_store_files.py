@@ -136,6 +136,33 @@ async def test_without_a_directory_a_temporary_one(
     assert [path.name for path in tmp_path.iterdir()] == ["hsswap-other"]
 
 
+def test_many_temporary_stores_begin_and_end_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sweeps what killed ones left, and takes nobody else's for that."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begin, problems = threading.Barrier(8), []
+
+    def open_and_close() -> None:
+        begin.wait()
+        for number in range(25):
+            try:
+                directory = StoreDirectory.open(None)
+                (directory.path / segment_name(number)).write_bytes(b"x")
+                assert (directory.path / segment_name(number)).read_bytes() == b"x"
+                directory.close()
+            except BaseException as problem:
+                problems.append(problem)
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert list(tmp_path.iterdir()) == []
+
+
 OWNER = """
 import asyncio, sys
 from hsswap.io import BlockStore
