@@ -7,6 +7,11 @@ and kvikio's where it is installed. A ratio is taken within one turn; of all tur
 counts, with the interval that holds it with 95 %. Before that every block is written, read back and
 compared once. The page cache has no part where ``path`` says O_DIRECT.
 
+An arm asks for as many blocks as a plain reader has in flight: while their bytes are checked, and
+told of, the drive has fewer. ``-ahead`` asks for twice as many, as sequences do that read tiles;
+the drive has no more of them than of a plain reader's (64), and its next ones while others are
+checked.
+
 What matters most comes first, and nothing is begun after ``--limit`` seconds: a slow drive costs
 rows, which are named, and not hours. ``--out`` is a whole report after every row.
 """
@@ -47,6 +52,7 @@ from hsswap.errors import ArgumentError
 from hsswap.io import BACKENDS
 from hsswap.io.base import Operation
 from hsswap.io.layout import SEGMENT_IDS
+from hsswap.io.uring_limits import DEPTH
 
 BLOCKS_KIB, DEPTHS = (64, 256, 1024, 12), (64, 8, 1)
 QUICK_KIB, QUICK_DEPTHS = (64,), (64,)
@@ -313,11 +319,16 @@ async def _add_ours(
     device: Device | None,
 ) -> list[StoreArm]:
     """Through the stores, into host memory and, if there is one, a device's."""
+    reads = operation is Operation.READ
     ours = [StoreArm(filled, operation, depth) for filled in stores]
+    # Twice as many asked for: the store gives the drive as many as a plain reader does, still.
+    ahead = {filled: reads and depth == DEPTH and not _is_direct(filled) for filled in stores}
+    ours += [StoreArm(filled, operation, depth, ahead=True) for filled in stores if ahead[filled]]
     arms.extend(ours)
-    if device is not None and operation is Operation.READ:
+    if device is not None and reads:
         for filled in stores:
-            arm = DeviceArm(filled, depth, device, direct=_is_direct(filled))
+            direct = _is_direct(filled)
+            arm = DeviceArm(filled, depth, device, direct=direct, ahead=ahead[filled])
             arms.append(arm)
             ours.append(arm)
             await arm.verify()

@@ -9,7 +9,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.bench.io_arms import BenchError, FilledStore, Memory, Slice, StoreArm, transfer
+from hsswap.bench.io_arms import BenchError, FilledStore, Memory, StoreArm, slots_in_turn, transfer
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import BlockPool, ChecksumWork, GatherWork, ScatterWork, UnitPool
 from hsswap.driver.tensor import tensor_in
@@ -125,16 +125,27 @@ class DeviceMemory:
 class DeviceArm(StoreArm):
     """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
 
-    Where they go through host slots, of which there are twice ``depth``, a block is asked for when
-    another has come there. One gather at a time takes on half of ``depth`` or more; whether it is
-    done is looked at when more comes, and waited for only when slots are wanting.
+    Where they go through host slots, of which there are twice as many as are asked for or more, a
+    block is asked for when another has come there. One gather at a time takes on half of ``depth``
+    or more; whether it is done is looked at when more comes, and waited for only when slots are
+    wanting.
     """
 
-    def __init__(self, filled: FilledStore, depth: int, device: Device, *, direct: bool) -> None:
-        slots = depth if direct else 2 * depth
+    def __init__(
+        self,
+        filled: FilledStore,
+        depth: int,
+        device: Device,
+        *,
+        direct: bool,
+        ahead: bool = False,
+    ) -> None:
+        """``ahead``: see :class:`StoreArm`."""
+        asked = 2 * depth if ahead else depth
+        slots = asked if direct else slots_in_turn(filled, 2 * asked)
         self._there = DeviceMemory(device, filled, slots, direct=direct)
         try:
-            super().__init__(filled, Operation.READ, depth, self._there)
+            super().__init__(filled, Operation.READ, depth, self._there, ahead=ahead)
         except BaseException:
             self._there.close()
             raise
@@ -145,14 +156,8 @@ class DeviceArm(StoreArm):
         self._here: list[NDArray[np.int64]] = []  # in host slots, in no gather
         self._gather: tuple[Event, NDArray[np.int64]] | None = None
         self._waits = False
-        self._free: list[int] = []
         self._owed = 0  # blocks to ask for when there are slots again
         self._least = depth // 2  # blocks of a gather, unless slots are wanting
-
-    async def slice(self, seconds: float) -> Slice:
-        """Work that long, then let what is in flight end."""
-        self._free = list(range(self._depth, self._slots))
-        return await super().slice(seconds)
 
     async def verify(self) -> None:
         """Move a block to every slot, and compare. Raises BenchError when one is wrong."""
@@ -195,11 +200,9 @@ class DeviceArm(StoreArm):
         if time.perf_counter() >= self._deadline:
             self._owed = 0
         if count := min(self._owed, len(self._free)):
-            slots = np.array(self._free[-count:])  # the last used: they are in the caches
-            del self._free[-count:]
             self._owed -= count
             self._in_flight += count
-            self._ask(slots)
+            self._ask(self._take(count))
         here = sum(map(len, self._here))
         gathering = len(self._gather[1]) if self._gather is not None else 0
         wanting = self._owed > 0 or self._in_flight == here + gathering  # nothing else comes here
@@ -215,7 +218,7 @@ class DeviceArm(StoreArm):
 
     def _gathered(self, slots: NDArray[np.int64]) -> None:
         self._gather = None
-        self._free += slots.tolist()
+        self._free = np.concatenate((self._free, slots))
         self._operations += len(slots)
         self._in_flight -= len(slots)
 

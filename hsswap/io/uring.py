@@ -1,9 +1,9 @@
 """The uring backend: one io_uring, filled and drained on the loop's thread, no thread on the way.
 
-A turn of the loop: reap what has ended (one system call), run short hooks, start what waits (one
-system call for all of it), tell who waited. Nothing of it waits for a drive (seen on a busy 2-core
-machine: no voluntary switch inside 7,000 submissions of 64 KiB blocks at depth 64, none of which
-took over 0.25 ms of processor):
+A turn of the loop: reap what has ended (one system call), start what waits in its place (one
+system call for all of it), run short hooks, tell who waited. Nothing of it waits for a drive (seen
+on a busy 2-core machine: no voluntary switch inside 7,000 submissions of 64 KiB blocks at depth 64,
+none of which took over 0.25 ms of processor):
 
 * direct I/O is queued by the kernel without waiting; what it cannot queue at once, such as a write
   into space never written, goes to a kernel thread of this process;
@@ -28,6 +28,7 @@ from hsswap.io.counted import QUEUE_LIMIT, CountedIO, Ended, EndedSpans
 from hsswap.io.deadlines import has_passed, take_late, too_late
 from hsswap.io.hooks import HookThreads, run_hook
 from hsswap.io.posix import PosixIO
+from hsswap.io.uring_moved import Unverified
 from hsswap.io.uring_queue import DriveQueue
 from hsswap.io.uring_ring import Ring, RingCalls, RingRefused
 from hsswap.io.waiting import to_the_end
@@ -56,18 +57,16 @@ class UringIO(CountedIO):
         self._queue: DriveQueue | None = None
         self._hooks: HookThreads | None = None
         self._waiting: tuple[deque[Transfer | SpanReads], ...] = tuple(deque() for _ in Priority)
-        # Of those started: how many, and their bytes by priority.
+        # Of those in the drive's queue, or with a thread's hook: how many, and bytes by priority.
         self._started = 0
         self._started_bytes = [0 for _ in Priority]
-        self._moved: deque[Ended] = deque()  # the drive is done with them
-        self._moved_spans: deque[EndedSpans] = deque()
+        self._unverified = Unverified()
         self._ended: deque[Ended] = deque()
         self._ended_spans: deque[EndedSpans] = deque()
         self._next_turn: asyncio.Handle | None = None
         self._in_turn = False  # what is submitted meanwhile starts at its end
         # Of this turn, until the next begins.
         self._turn_starts = self._turn_bytes = 0
-        self._may_end = limits.TurnEnds()
         self._retry: asyncio.Handle | None = None
         self._retries = 0
 
@@ -137,7 +136,7 @@ class UringIO(CountedIO):
             self._loop.remove_reader(self._queue.ring.event)
             self._queue.ring.close()
 
-    # Transfers: waiting -> started (prepare -> drive -> verify) -> ended -> delivered.
+    # Transfers: waiting -> started (prepare -> drive) -> moved (verify) -> ended -> delivered.
 
     def submit(self, batch: Sequence[Transfer]) -> None:
         self._accept(batch)
@@ -168,7 +167,9 @@ class UringIO(CountedIO):
             self._turn()
 
     def _turn(self) -> None:
-        """Reap, run hooks, start what waits, tell."""
+        """Reap, start what waits in the places that are free now, run hooks, tell, start what was
+        asked for meanwhile. Started before the hooks: the drive works while bytes are checked.
+        """
         if self._queue is None or self._hooks is None or self._queue.ring.is_closed:
             return  # a turn that was due when closing ended
         self._in_turn = True
@@ -176,8 +177,7 @@ class UringIO(CountedIO):
         self._turn_starts = self._turn_bytes = 0
         try:
             self._reap(self._queue)
-            self._verify_spans()
-            self._verify_moved()
+            self._unverified.verify(self._ended, self._ended_spans)
             prepared = []
             for transfer, error in self._hooks.take():
                 if error is not None or transfer.operation is Operation.READ:
@@ -190,64 +190,66 @@ class UringIO(CountedIO):
         finally:
             self._in_turn = False
             # Enough for this turn, a hook that failed, or KeyboardInterrupt through an on_done.
-            left = self._ended or self._ended_spans or self._moved or self._moved_spans
+            left = self._ended or self._ended_spans or self._unverified.count
             if left or self._queue.ring.more:  # behind whoever asks again now
                 self._turn_soon()
             self._tell_idle()
 
     def _reap(self, queue: DriveQueue) -> None:
-        """Take out what has ended, as much as this turn may end."""
-        left = bool(self._moved or self._moved_spans)
-        goes_on = left or queue.ring.more
-        if not left:
-            queue.ring.collect()
-        self._may_end.begin(None if goes_on else queue.in_drive)
-        if not left:
-            queue.reap(self._may_end.transfers, self._moved, self._moved_spans)
+        """Take out what has ended, as much as this turn may end, or start in its place."""
+        unverified, may = self._unverified.count, self._unverified.may
+        goes_on = unverified > 0 or queue.ring.more
+        queue.ring.collect()
+        if not any(self._waiting):
+            may.begin(None if goes_on else queue.in_drive)
+            if not unverified:
+                self._take_out(queue, may.transfers)
+            return
+        if not (goes_on or queue.in_drive):
+            self._take_out(queue, limits.FIRST_TRANSFERS)  # the drive waits for the first of them
+            self._start_waiting()
+        # No more than that, or what is needed would come behind too many to be looked at.
+        self._take_out(queue, min(limits.TURN_STARTS, self._depth - self._unverified.count))
+        self._start_waiting()
+        # While the drive can have more, few are looked at.
+        may.begin(0 if self._next_turn else queue.in_drive)
+
+    def _take_out(self, queue: DriveQueue, most: int) -> None:
+        """Give the places of so many that have ended to others. Hooks that are long go to threads,
+        and their transfers keep their places: else they would pile up there.
+        """
+        assert self._hooks is not None
+        ended, spans = list[Ended](), list[EndedSpans]()
+        while most > 0:
+            most -= queue.reap(most, ended, spans)
+            if most and queue.ring.unposted:
+                queue.ring.collect()
+            if not queue.ring.waiting:
+                break
+        for reads, numbers, _ in spans:
+            self._leave_drive(reads.priority, len(numbers), reads.span_bytes)
+        moved, long = list[Ended](), list[Transfer]()
+        for one in ended:
+            transfer, error, nbytes = one
+            verify = transfer.verify if transfer.operation is Operation.READ else None
+            if verify is not None and error is None and limits.is_long(transfer, nbytes):
+                long.append(transfer)
+            else:
+                self._leave_drive(transfer.priority, 1, nbytes)
+                moved.append(one)
+        if long:
+            self._hooks.push(long)
+        self._unverified.add(moved, spans)
+
+    def _leave_drive(self, priority: Priority, count: int, nbytes: int) -> None:
+        """So many, of so many bytes each, have no place in the drive's queue any more."""
+        self._started -= count
+        self._started_bytes[priority] -= count * nbytes
 
     def _turn_soon(self) -> None:
         assert self._loop is not None
         if self._next_turn is None:
             self._next_turn = self._loop.call_soon(self._turn)
-
-    def _verify_spans(self) -> None:
-        """Verify spans that the drive is done with, as many as this turn may."""
-        while self._moved_spans:
-            reads, numbers, error = self._moved_spans.popleft()
-            if error is None:
-                room = self._may_end.take(len(numbers), reads.span_bytes)
-                if len(numbers) > room:
-                    self._moved_spans.appendleft((reads, numbers[room:], None))
-                    if not room:
-                        break
-                    numbers = numbers[:room]
-                error = run_hook(reads.verify, reads, numbers)
-            self._end_started_spans(reads, numbers, error)
-
-    def _verify_moved(self) -> None:
-        """Run the hooks of what the drive is done with, as many as this turn may besides; a few in
-        any case, because spans might never cease.
-        """
-        assert self._hooks is not None
-        moved, long = self._moved, list[Transfer]()
-        may, first = self._may_end, True
-        for _ in range(min(len(moved), max(may.transfers, limits.FIRST_TRANSFERS))):
-            transfer, error, nbytes = moved[0]
-            verify = transfer.verify
-            if verify is not None and error is None and transfer.operation is Operation.READ:
-                if limits.is_long(transfer, nbytes):
-                    long.append(transfer)
-                    moved.popleft()
-                    continue
-                if nbytes > may.nbytes and not first:
-                    break
-                may.nbytes -= nbytes
-                first = False
-                error = run_hook(verify, transfer)
-            moved.popleft()
-            self._end(transfer, error, nbytes)
-        if long:
-            self._hooks.push(long)
 
     def _start_waiting(self, prepared: Sequence[Transfer] = ()) -> None:
         """Start what waits, best priority first, and give the drive what is ready for it."""
@@ -295,7 +297,7 @@ class UringIO(CountedIO):
             prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
             in_place = prepare is not None and not limits.is_long(transfer, nbytes)
             turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
-            if self._turn_starts >= limits.TURN_TRANSFERS or (
+            if self._turn_starts >= limits.TURN_STARTS or (
                 turn_bytes > limits.TURN_BYTES and self._turn_bytes
             ):
                 self._turn_soon()
@@ -330,7 +332,7 @@ class UringIO(CountedIO):
         # One is always started where there is nothing else, however long it is.
         drive = min(places - self._started, max(bytes_left // span_bytes, not self._started))
         turn_left = (limits.TURN_BYTES - self._turn_bytes) * 4 // span_bytes
-        turn = min(limits.TURN_TRANSFERS - self._turn_starts, max(turn_left, not self._turn_starts))
+        turn = min(limits.TURN_STARTS - self._turn_starts, max(turn_left, not self._turn_starts))
         count = min(end - first, drive, turn)
         if count > 0:
             self._queue.add_spans(reads, first, first + count, self._posix.direct)
@@ -380,16 +382,14 @@ class UringIO(CountedIO):
 
     def _end(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
         """A started transfer is done; it is told at the end of the turn."""
-        self._started -= 1
-        self._started_bytes[transfer.priority] -= nbytes
+        self._leave_drive(transfer.priority, 1, nbytes)
         self._ended.append((transfer, error, nbytes))
 
     def _end_started_spans(
         self, reads: SpanReads, numbers: list[int], error: HsswapError | None
     ) -> None:
         """:meth:`_end` for spans."""
-        self._started -= len(numbers)
-        self._started_bytes[reads.priority] -= len(numbers) * reads.span_bytes
+        self._leave_drive(reads.priority, len(numbers), reads.span_bytes)
         self._ended_spans.append((reads, numbers, error))
 
     def _deliver(self) -> None:

@@ -14,8 +14,9 @@ waits for what the drive was given before it, so that reads ahead are kept to wh
 gave 1.2 for 2 MiB (1.7 ms a read; an H200 host, 2026-11-30)."""
 
 TURN_TRANSFERS = 16
+TURN_STARTS = 32
 TURN_BYTES = 2 << 20
-"""Started, and ended, in one turn at most: the rest waits for the next, behind whatever else the
+"""Ended, and started, in one turn at most: the rest waits for the next, behind whatever else the
 loop has to do. A transfer costs 5 to 15 us with what its caller does, 2 MiB of checksums 0.2 ms
 (from memory; a sixth of that from the cache). Turns of 8 halve the lag of the loop and cost a
 third more processor time a block, 32 save 8 % (64 KiB, 64 in flight).
@@ -30,7 +31,10 @@ again; and by how many more in each turn behind that. A drive that is another pr
 virtual machine's) tells of nothing before all is done: then that is every time. For such a drive,
 27 us a block of 64 KiB, 64 in flight, the loop's processor time leaves 0.84 of its speed with 16 in
 every turn, 0.88 with 4, 8, 12 and 16, 0.87 with 8 and 16 or with 4, 6, 8 ...; of 105 us and 256 KiB
-0.95, 0.97, 0.96 and 0.97."""
+0.95, 0.97, 0.96 and 0.97.
+
+Where others wait already, they are started before bytes are looked at, so many first, and such a
+drive has all its 64 blocks again in 0.35 ms (in 2.4 before)."""
 
 
 class TurnEnds:

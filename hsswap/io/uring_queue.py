@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import repeat
 
 import numpy as np
@@ -111,8 +110,11 @@ class DriveQueue:
                 ended.append((transfer, problem, self._nbytes[number]))
         return ended, spans
 
-    def reap(self, most: int, ended: deque[Ended], ended_spans: deque[EndedSpans]) -> None:
-        """Add what has ended, at most so many, to these. Transfers that came short go on."""
+    def reap(self, most: int, ended: list[Ended], ended_spans: list[EndedSpans]) -> int:
+        """Add what has ended, at most so many, to these. Transfers that came short go on. How many
+        were added.
+        """
+        before = self.ring.entries - len(self._free)
         good: dict[SpanReads, list[int]] = {}
         spans, missing, all_reads, free = self._spans, self._missing, self._reads, self._free
         for number, result in zip(*self.ring.take(most), strict=True):
@@ -136,6 +138,7 @@ class DriveQueue:
                 transfer = self._release(number)
                 ended.append((transfer, transfer_error(transfer, moved), self._nbytes[number]))
         ended_spans.extend((reads, numbers, None) for reads, numbers in good.items())
+        return before - (self.ring.entries - len(free))
 
     def _release_span(self, number: int) -> SpanReads:
         reads = self._reads[number]

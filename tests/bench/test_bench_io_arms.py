@@ -6,17 +6,19 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hsswap.bench.io_arms import BenchError, FilledStore
+from hsswap.bench.io_arms import BenchError, FilledStore, StoreArm
 from hsswap.bench.io_device import DeviceArm, DeviceMemory
 from hsswap.bench.io_turns import TILE_BLOCKS, append_in_turns, compare_turns
 from hsswap.bench.lag import PERIOD_S, LoopLag
 from hsswap.driver import open_device
 from hsswap.errors import CorruptBlock
+from hsswap.io.base import Operation
 from hsswap.io.ids import EXTENT_IDS, BlockIds
 from tests.io.support import Outcome, until
 
@@ -56,6 +58,32 @@ async def test_reads_to_a_device_are_verified_and_counted(
         await arm.close()
         assert device.live_count == before
         await filled.store.close()  # kvikio must give memory back while the context is there
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_a_slot_is_used_again_when_all_the_others_were(ahead: bool, tmp_path: Path) -> None:
+    filled = await FilledStore.make("posix", tmp_path / "store", 4 * KIB, 64)
+    arm = StoreArm(filled, Operation.READ, 4, ahead=ahead)
+    used: list[int] = []
+    read, most = arm._call, 0
+
+    def watched(layer: int, indices: Any, addresses: Any, **others: Any) -> None:
+        nonlocal most
+        used.extend(addresses.tolist())
+        read(layer, indices, addresses, **others)
+        most = max(most, filled.store.statistics().in_flight)
+
+    arm._call = watched
+    operations = 0
+    while operations <= 64:
+        operations += (await arm.slice(0.01)).operations
+    assert arm.name == ("posix-ahead" if ahead else "posix")
+    assert most == (8 if ahead else 4)
+    assert operations == len(used)
+    # Of 32 slots, 8 taken at most.
+    for begin in range(len(used) - 24):
+        assert len(set(used[begin : begin + 24])) == 24
+    await filled.store.close()
 
 
 @on_device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections import deque
 from pathlib import Path
 from typing import cast
 
@@ -93,8 +92,8 @@ def end_all(queue: DriveQueue, ring: FakeRing) -> list[tuple[Transfer, HsswapErr
     ended: list[tuple[Transfer, HsswapError | None]] = []
     while ring.pending:
         assert queue.submit() == 0
-        done: deque[Ended] = deque()
-        queue.reap(ring.entries, done, deque())
+        done: list[Ended] = []
+        queue.reap(ring.entries, done, [])
         ended.extend((one, error) for one, error, nbytes in done if nbytes == one.nbytes)
     return ended
 
@@ -175,8 +174,8 @@ def test_spans_end_each_by_itself() -> None:
     queue.add_spans(reads, 0, 4, direct=True)
     assert queue.submit() == 0
     assert (queue.in_kernel, queue.in_drive) == (4, 0)
-    ended: deque[Ended] = deque()
-    parts: deque[EndedSpans] = deque()
+    ended: list[Ended] = []
+    parts: list[EndedSpans] = []
     queue.reap(3, ended, parts)
     assert (queue.in_kernel, queue.in_drive, ring.more) == (1, 0, True)
     queue.reap(ring.entries, ended, parts)
