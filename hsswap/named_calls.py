@@ -181,7 +181,8 @@ class NamedCalls(NamedIds):
             with self._call():
                 indices = self._store.ids.check([block])
                 index = int(indices[0])
-                if self._store.is_fixed(layer, index):
+                others = named.valid[layer, index] and self._store.ids.refcount(block) > 1
+                if others or self._store.is_fixed(layer, index):
                     raise SharedBlock(
                         f"block id {block} has other holders, and content in layer {layer}; "
                         "offload to a new id"
@@ -191,7 +192,7 @@ class NamedCalls(NamedIds):
                     self.check_open()
                     batch = Batch(
                     Blocks(pool, layer, indices), slots, keep=True, scan=True,
-                    lengths=np.array([valid], np.uint16),
+                    lengths=np.array([valid], np.uint16), was_alone=True,
                 )  # fmt: skip
                     rows = {name: part.rows(0, valid) for name, part in parts.items()}
                     self._fill(batch, rows, valid, stream, predict=predict)

@@ -36,8 +36,10 @@ class NamedIds(SwapState):
 
     async def inc_disk_ref(self, *, block: int) -> None:
         """One more holder of an id; its blocks cannot be changed then. Raises StaleBlockId."""
-        self.check_open()
-        self._store.ids.add_reference([block])
+        self.check_loop()
+        async with self.named.turn:  # behind an offload to the same id
+            self.check_open()
+            self._store.ids.add_reference([block])
 
     async def dec_disk_ref(self, *, block: int) -> int:
         """One holder less; how many are left. The last frees the id, behind work that uses it.

@@ -27,7 +27,7 @@ class Batch:
     """Dirty host slots and the blocks in them. ``keep``: the copy in the host tier is wanted after
     the write; ``scan``: only within the quota of scans (see :mod:`hsswap.tiers`). ``epoch``: how
     many times somebody had begun to wait when the batch was announced. ``lengths``: valid tokens of
-    each block, None for full ones.
+    each block, None for full ones. ``was_alone``: see :meth:`BlockStore.write`.
     """
 
     blocks: Blocks
@@ -36,6 +36,7 @@ class Batch:
     scan: bool
     epoch: int = 0
     lengths: NDArray[np.uint16] | None = None
+    was_alone: bool = False
 
     def part(self, positions: NDArray[np.int64]) -> Batch:
         """Some blocks of the batch."""
@@ -180,6 +181,7 @@ class WriteBehind:
                 priority=Priority.WRITE,
                 owner=blocks.pool.host_memory,
                 lengths=batch.lengths,
+                was_alone=batch.was_alone,
                 on_done=lambda positions, error: self._finish(batch.part(positions), error),
             )
         except HsswapError as error:

@@ -19,6 +19,7 @@ from tests.driver import oracle
 from tests.named_cases import CASE, OTHER, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import Case
 from tests.swap_watch import Linked, Stuck, turns, watched
+from tests.ways import evict
 
 
 @pytest.mark.parametrize("extra", [0, 90])
@@ -270,3 +271,32 @@ async def test_bad_arguments_change_nothing() -> None:
         got = await attend(swap, CASE, 0, ids, 39)
         assert (got == (await alone(CASE, [*range(40)]))[0][39]).all()
         await give_back(swap, [*ids, other])
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+async def test_a_block_that_is_shared_before_its_new_content_is_on_disk(
+    wait: bool, written: bool
+) -> None:
+    """The second holder has what was offloaded last, in memory and on disk, and it stays so."""
+    async with watched(config_of(CASE)) as swap:
+        taken: list[int] = []  # whatever device slots full blocks may stay in
+        await offload(swap, CASE, 400, taken)
+        block = await swap.alloc_disk_block_id()
+        await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 0, 7))  # type: ignore[arg-type]
+        if written:
+            await swap.flush()
+        await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 0, 16))  # type: ignore[arg-type]
+        if wait:
+            await swap.writes.settle()
+        await swap.inc_disk_ref(block=block)
+        with pytest.raises(SharedBlock, match="new id"):
+            await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 1, 16))  # type: ignore[arg-type]
+        await swap.flush()
+        assert await swap.dec_disk_ref(block=block) == 1
+        before = swap.statistics().bytes_read
+        await evict(swap)
+        wanted = await alone(CASE, list(range(16)))
+        assert (await attend(swap, CASE, 0, [block], 15) == wanted[0][15]).all()
+        assert swap.statistics().bytes_read > before
+        await give_back(swap, [block, *taken])

@@ -61,10 +61,11 @@ OF_SWAP: dict[str, Callable[[HighSpeedSwap, Sequence, int], Awaitable[object]]] 
     "attend_layer_on_stream_with_q_pos": lambda w, _, b: w.attend_layer_on_stream_with_q_pos(
         stream=None, seq_block_ids=[b], last_block_valid_slots=16, **ATTENDED
     ),
+    "inc_disk_ref": lambda w, _, b: w.inc_disk_ref(block=b),
     "dec_disk_ref": lambda w, _, b: w.dec_disk_ref(block=b),
     "close": lambda w, _s, _b: w.close(),
 }
-WAITS_FOR_NOTHING = {"alloc_disk_block_id", "inc_disk_ref"}
+WAITS_FOR_NOTHING = {"alloc_disk_block_id"}
 
 
 def awaited_calls(kind: type) -> set[str]:

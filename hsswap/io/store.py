@@ -225,6 +225,7 @@ class BlockStore:
         checksums: BlockChecksums | None = None,
         lengths: ArrayLike | None = None,
         codes_version: int = 0,
+        was_alone: bool = False,
     ) -> None:
         """Write blocks of a layer from memory. Returns at once; on the loop's thread only.
 
@@ -233,8 +234,10 @@ class BlockStore:
         on demand; OutOfSpace is the error of exactly the blocks that found no room. SharedBlock is
         the error of blocks with content that several hold, or that have a prefix key.
 
-        ``lengths``: valid tokens of each block, all by default. ``codes_version``: of the codes in
-        the blocks. Both are given back by :meth:`describe`, also by a later process.
+        ``was_alone``: the content was taken when the blocks had one holder; those who came later
+        hold it, so it is written. ``lengths``: valid tokens of each block, all by default.
+        ``codes_version``: of the codes in the blocks. Both are given back by :meth:`describe`, also
+        by a later process.
         """
         self._require_open()
         call = Call(Operation.WRITE, layer, indices, addresses, priority, owner, on_done)
@@ -243,7 +246,10 @@ class BlockStore:
         valid = check_lengths(lengths, len(indices), self.dims.block_size)
         call = call._replace(checksums=checksums, lengths=valid, codes_version=codes_version)
         written = self._contents.written[layer, indices] == self.ids.generations(indices)
-        self._begin(call, ~self.ids.used(indices) | self.ids.shared(indices) & written)
+        refused = ~self.ids.used(indices)
+        if not was_alone:
+            refused |= self.ids.shared(indices) & written
+        self._begin(call, refused)
 
     def is_fixed(self, layer: int, index: int) -> bool:
         """Whether a block cannot be written: it has content, and others or a prefix key hold it."""
