@@ -57,7 +57,7 @@ class Sizes:
     decode_tokens: int = 32768
     decode_tile_tokens: int = 1024
     decode_layers: int = 8
-    decode_lacking: int = 56
+    decode_lacking: int = 40
     call_tokens: int = 32768
     calls: int = 64
 
@@ -177,7 +177,7 @@ class _Bench:
         part = replace(
             everything,
             # And half a thousand slots are for what streams through (tiers.HostTier): 16 blocks a
-            # layer more are read, 72, which takes about as long as its compute.
+            # layer more are read, 56, which takes about as long as its compute.
             host_slots=blocks - s.decode_lacking * layers,
             io="auto",
             directory=None if self.directory is None else self.directory / "overlap",
