@@ -86,12 +86,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rounds": (*BELOW_API, *API, "rounds"),
     # As an engine: the public API, nothing inside.
     "models": ("", *PLAIN, *API, "rounds", "models"),
+    "integrations": ("", *PLAIN, *API, "models", "integrations"),
     **dict.fromkeys(COMMANDS, EVERYTHING),
     "": EVERYTHING,
 }
 
 # Packages that only the rooms named may import, so that a host without them runs all the rest.
-ONLY_IN = {"kvikio": ("io.gds_kvikio", "bench.io_kvikio"), "cuda": ("driver",)}
+ONLY_IN = {
+    "kvikio": ("io.gds_kvikio", "bench.io_kvikio"),
+    "cuda": ("driver",),
+    "transformers": ("integrations.transformers", "bench.decode_torch"),
+}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
