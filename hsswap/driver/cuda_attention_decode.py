@@ -224,7 +224,7 @@ def launch_decode(
     )
     lists = b""
     if work.fetch is not None and plan.fetches:
-        early = tells(device.last_launch(stream), work.fetch.chosen)
+        early = tells(device.last_launch(stream), work.fetch)
         lists = fetch_lists(work.fetch, early=early)
     grid = Grid(max(1, plan.cluster) * group.kv_heads, plan.shares(shape), shape.sequences)
     shared = _shared(group, shape, plan)

@@ -34,7 +34,7 @@ writes scores and shares alone: select, if it follows, reads the cache while the
 
 MOST_LISTED = 1024  # candidates of select_few.cu
 MOST_FEW_PLACES = 65535  # of a head in select_few.cu
-CHOSEN_AT = 8 * 10  # of the parameters of select: the address of `chosen`
+CHOSEN_AT = 8 * 10  # of the parameters of select: addresses of `chosen`, `chosen_slots`, `missing`
 INLINE_PINNED = 32  # pinned blocks that travel with the parameters
 SELECT_STATIC_BYTES = 14336  # shared memory of select.cu that has a fixed size, rounded up
 COLUMNS = 8  # of a thread block in score.cu's project
@@ -292,9 +292,11 @@ def fetch_lists(work: FetchWork, *, early: bool = False) -> bytes:
     )
 
 
-def tells(launch: Launch | None, chosen: Tensor) -> bool:
-    """Whether a launch is a select that says by the last entry of ``chosen`` that all are there."""
-    if launch is None or launch.kernel != "select_few" or chosen.shape[1] > launch.block.x:
+def tells(launch: Launch | None, work: FetchWork) -> bool:
+    """Whether a launch is a select that tells of each chosen unit when it is known, so that who
+    fetches need not wait for its end.
+    """
+    if launch is None or launch.kernel != "select_few" or work.chosen.shape[1] > launch.block.x:
         return False
-    (address,) = struct.unpack_from("<Q", launch.params, CHOSEN_AT)
-    return bool(address == chosen.address)
+    told = tuple(t.address for t in (work.chosen, work.chosen_slots, work.missing))
+    return struct.unpack_from("<3Q", launch.params, CHOSEN_AT) == told

@@ -67,9 +67,6 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
-#if FETCH
-  fetch_beside(p);
-#endif
 #if WHOLE_SPANS
   Part span;
   clear(span);
@@ -114,7 +111,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       unit_logits<AT_ONCE>(s + u, from, q, g, c);
 #if FETCH
       if (lane >= u && lane < u + AT_ONCE) {
-        keep_piece(now, 0, ring + lane % STAGES * PIECE);
+        keep_piece(p, now, 0, ring + lane % STAGES * PIECE);
         wait_stored();
       }
 #endif
@@ -154,7 +151,7 @@ __device__ __forceinline__ void attend_leaves(const AttendParams& p, u8* memory,
       else unit_values<true>(leaf.o, v, w[u][0], w[u][1], seen >> (2 * u) & 1, seen >> (2 * u + 1) & 1, g, c);
 #if FETCH
       if (lane == u) {
-        keep_piece(now, 1, v);
+        keep_piece(p, now, 1, v);
         wait_stored();
       }
 #endif
@@ -209,6 +206,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM) attend_decode
   attend_leaves(p, memory, barrier_words, to, kept, lane, warp, g, c);
 #else
   attend_leaf(p, memory, barrier_words, to, kept, lane, warp, g, c);
+#endif
+#if FETCH
+  if (p.fetch.early) wait_for_last();  // for all that select writes
+  fetch_beside(p);
 #endif
 #if CLUSTER
   exchange();

@@ -79,14 +79,24 @@ __device__ __forceinline__ void launch_next() {
 #endif
 }
 
-// A word by which a kernel tells the next one, which has begun early, that what it wrote before is there.
-__device__ __forceinline__ void store_release(int* to, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-__device__ __forceinline__ int load_acquire(const int* from) {
+// Words by which a kernel tells the next one, which has begun early. Each says no more than itself, and until it is known
+// what nothing else is: select_few, of what is chosen, its slot, and whether it is missing.
+constexpr int UNTOLD = -(1 << 30), MISSING_UNTOLD = 2;
+__device__ __forceinline__ int load_relaxed(const int* from) {
     int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
+}
+__device__ __forceinline__ u8 load_relaxed(const u8* from) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return static_cast<u8>(value);
+}
+__device__ __forceinline__ void store_relaxed(u8* to, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u8 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(int* to, int value) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // While a kernel waits for the one ahead: its own read of the place finds the way there known, and the parameters that say

@@ -61,11 +61,11 @@ __device__ __forceinline__ void leaf_values(float (&o)[VALUE_DIMS / 16][4], floa
 }
 
 // V of missing units of this warp to their slots, before another takes the ring's place.
-__device__ __forceinline__ void keep_values(const Entry& e, bool mine, u32 ring, u32 barriers, int lane) {
+__device__ __forceinline__ void keep_values(const AttendParams& p, Entry& e, bool mine, u32 ring, u32 barriers, int lane) {
 #if FETCH
-  if (mine && e.to) {
+  if (mine && e.kept != -1) {
     wait(barriers + lane * 8, 1);
-    keep_piece(e, 1, ring + lane * PIECE);
+    keep_piece(p, e, 1, ring + lane * PIECE);
     wait_stored();
   }
 #endif
@@ -101,7 +101,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   Leaves leaves = {group * BLOCKS + rank_of(), 0, 1, 0};  // as many for each block of the cluster
   leaves.count = leaves.first < p.parts;
   const i64 length = length_of(p, blockIdx.z);
-  const Entry now = entry_of(p, list_of(p), leaves, 0, lane);
+  Entry now = entry_of(p, list_of(p), leaves, 0, lane);
   if (lane == 0) {  // while the numbers are on their way
     init_barriers(barriers + first_unit * 8, OWN_UNITS);
   }
@@ -116,9 +116,6 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   u32 q[D / 16][2];
   load_queries(p, q, g, c);
   wait_begun();
-#if FETCH
-  fetch_beside(p);
-#endif
   if (!leaves.count) return;
 
   constexpr int N = OWN_UNITS < 2 ? 1 : 2;
@@ -134,7 +131,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
     unit_logits<N>(s + u, from, q, g, c);
     const bool done = lane >= first_unit + u && lane < first_unit + u + N;
 #if FETCH
-    if (done) keep_piece(now, 0, ring + lane * PIECE);
+    if (done) keep_piece(p, now, 0, ring + lane * PIECE);
     wait_stored();
 #endif
     __syncwarp();
@@ -181,7 +178,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   leaf_lse(p, &exchange.weights[group][0][lane], reference, leaves.first * UNITS, kept + group * UNITS * GROUP, part, g, c);
 #endif
   if (part >= VALUE_WARPS) {
-    keep_values(now, mine, ring, barriers, lane);
+    keep_values(p, now, mine, ring, barriers, lane);
     return;
   }
   float o[VALUE_DIMS / 16][4] = {};
@@ -193,7 +190,7 @@ __device__ __forceinline__ void attend_leaf(const AttendParams& p, u8* memory, u
   for (int y = 0; y < 2; y++)
 #pragma unroll
     for (int n = 4; n < 32; n <<= 1) sum[y] = __fadd_rn(sum[y], __shfl_xor_sync(ALL, sum[y], n));
-  keep_values(now, mine, ring, barriers, lane);
+  keep_values(p, now, mine, ring, barriers, lane);
   if (part == 0) send_sums(to, leaves.first, reference, sum, g, c);
   send_dims<VALUE_DIMS / 16>(to, leaves.first, o, part * VALUE_DIMS, g, c);
 }

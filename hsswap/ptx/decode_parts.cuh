@@ -26,21 +26,15 @@ __device__ __forceinline__ void begin(const AttendParams& p) {
     prefetch(f.chosen_slots + head_of() * f.chosen_slots_stride + at);
     prefetch(f.missing + head_of() * f.missing_stride + at);
   }
-  if (f.early) {
-    const int* last = f.chosen + head_of() * f.chosen_stride + f.count - 1;
-    if (threadIdx.x == 0)
-      while (load_acquire(last) < 0) {}
-    __syncthreads();
-    return;
-  }
+  if (f.early) return;  // all else but what select writes is there: select has waited for it
 #endif
   follow();
 }
 
-// The same of everything else, once the first copies are on their way.
+// Once the first copies are on their way.
 __device__ __forceinline__ void begun(const AttendParams& p) {
 #if FETCH
-  if (p.fetch.early) follow();
+  if (p.fetch.early) launch_next();
 #endif
 }
 
@@ -66,14 +60,14 @@ struct Entry {
   const u8* unit;
   int first;  // its first token; NOWHERE - BLOCK without a unit
 #if FETCH
-  u8* to;  // the device slot of a unit that is missing and lies in a host slot, or null
+  int kept;  // of a unit that is missing and lies in a host slot: its device slot, -2 - entry while it has none; else -1
 #endif
 };
 
 // Whether it is copied into the ring. What is missing is brought even where no token of it is seen.
 __device__ __forceinline__ bool is_wanted(const Entry& e, Sight see) {
 #if FETCH
-  if (e.to) return true;
+  if (e.kept != -1) return true;
 #endif
   return e.first < see.end && e.first + BLOCK > see.start;
 }
@@ -91,9 +85,15 @@ __device__ __forceinline__ void find_entry(const AttendParams& p, Entry& e, int 
   const int head = head_of();
   int slot, block, missing = 0;
   if (entry < f.count) {
-    slot = load_int(f.chosen_slots + head * f.chosen_slots_stride + entry);
-    block = load_int(f.chosen + head * f.chosen_stride + entry);
-    missing = f.missing[head * f.missing_stride + entry];
+    slot = load_relaxed(f.chosen_slots + head * f.chosen_slots_stride + entry);
+    block = load_relaxed(f.chosen + head * f.chosen_stride + entry);
+    missing = load_relaxed(f.missing + head * f.missing_stride + entry);
+    if (f.early)  // each of the three says itself that it is there
+      while (block == UNTOLD || missing == MISSING_UNTOLD || (missing == 0 && slot == UNTOLD)) {
+        slot = load_relaxed(f.chosen_slots + head * f.chosen_slots_stride + entry);
+        block = load_relaxed(f.chosen + head * f.chosen_stride + entry);
+        missing = load_relaxed(f.missing + head * f.missing_stride + entry);
+      }
   } else {
     slot = load_int(f.tail_slots + head * f.tail_slots_stride + entry - f.count);
     block = load_int(f.tail_positions + entry - f.count);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void find_entry(const AttendParams& p, Entry& e, int 
   e.unit = unit_of(p, slot);
   if (missing) {
     const int away = load_int(f.host_slots + block);
-    e.to = away < 0 ? nullptr : (u8*)e.unit;
+    e.kept = away < 0 ? -1 : slot == UNTOLD ? -2 - entry : max(slot, -1);
     e.unit = away < 0 ? nullptr : p.blocks + away * p.block_bytes + head * p.unit_bytes;
   }
   if (e.unit) e.first = first_token_of(block);
@@ -110,6 +110,9 @@ __device__ __forceinline__ void find_entry(const AttendParams& p, Entry& e, int 
 
 __device__ __forceinline__ Entry entry_of(const AttendParams& p, i64 list, const Leaves& leaves, int i, int lane) {
   Entry e = {nullptr, NOWHERE - BLOCK};
+#if FETCH
+  e.kept = -1;
+#endif
   if (lane < UNITS && i < leaves.count) {
     const int entry = leaves(i) * UNITS + lane;
     if (entry < p.entries) {
@@ -168,14 +171,20 @@ __device__ __forceinline__ void issue_first(const Entry& e, u32 ring, u32 barrie
 }
 
 #if FETCH
-// A piece of a missing unit, which has arrived at `from`, to its device slot.
-__device__ __forceinline__ void keep_piece(const Entry& e, int kind, u32 from) {
-  if (e.to) store_bulk(e.to + kind * PIECE, from, PIECE);
+// A piece of a missing unit, which has arrived at `from`, to its device slot: select may be about to say which.
+__device__ __forceinline__ void keep_piece(const AttendParams& p, Entry& e, int kind, u32 from) {
+  while (e.kept < -1) {
+    const FetchLists& f = p.fetch;
+    const int slot = load_relaxed(f.chosen_slots + head_of() * f.chosen_slots_stride + (-2 - e.kept));
+    if (slot != UNTOLD) e.kept = max(slot, -1);
+  }
+  if (e.kept != -1) store_bulk((u8*)p.units + (i64)e.kept * p.unit_bytes + kind * PIECE, from, PIECE);
 }
 
-// What fetch does beside, while the first copies are on their way.
+// What fetch does beside, by the warp that has least to do.
 __device__ __forceinline__ void fetch_beside(const AttendParams& p) {
-  if (rank_of() == 0 && blockIdx.y == 0) list_absent(p.fetch, head_of());
+  const bool last = rank_of() == BLOCKS - 1 && blockIdx.y == gridDim.y - 1 && threadIdx.x >= THREADS - WARP;
+  if (last) list_absent(p.fetch, head_of());
 }
 #endif
 

@@ -93,7 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(const __grid_constan
     follow();
     if (static_cast<int>(blockIdx.x) < p.heads) {
         list(p, blockIdx.x);
-        list_absent(p.lists, blockIdx.x);
+        if (threadIdx.x < WARP) {
+            list_absent(p.lists, blockIdx.x);
+        }
     } else {
         copy_missing(p);
     }

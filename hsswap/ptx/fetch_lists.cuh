@@ -21,7 +21,7 @@ struct FetchLists {
     i64 tail_slots_stride, absent_stride;
     int count, tail, places, blocks;
     int pad;
-    int early; // attention may begin before select has ended: the last entry of `chosen`, if not -1, says that all are there
+    int early; // attention may begin before select has ended: entries are there once they are not UNTOLD
 };
 
 __device__ __forceinline__ bool is_absent(const FetchLists& f, int head, int entry) {
@@ -29,21 +29,19 @@ __device__ __forceinline__ bool is_absent(const FetchLists& f, int head, int ent
            f.host_slots[f.chosen[head * f.chosen_stride + entry]] < 0;
 }
 
-// By a thread block: a head's absent blocks in ascending order. Their places in the cache are free
-// again, since their units did not come.
+// By a warp: a head's absent blocks in ascending order. Their places in the cache are free again, since
+// their units did not come.
 __device__ __forceinline__ void list_absent(const FetchLists& f, int head) {
-    int thread = static_cast<int>(threadIdx.x);
+    int thread = lane_index();
     bool any = false;
-    for (int entry = thread; entry < f.count; entry += static_cast<int>(blockDim.x)) {
+#pragma unroll 4
+    for (int entry = thread; entry < f.count; entry += WARP) {
         any |= is_absent(f, head, entry);
     }
-    if (!__syncthreads_or(any)) {
+    if (!__any_sync(ALL, any)) {
         if (thread == 0) {
             f.absent_count[head] = 0;
         }
-        return;
-    }
-    if (thread >= WARP) {
         return;
     }
     int before = 0;

@@ -149,8 +149,9 @@ __device__ __forceinline__ void rank(const Params& p, const Memory& m, const Min
     }
 }
 
-// Marks what is chosen, and numbers in the list what is missing of it; returns how much that is.
-__device__ __forceinline__ u32 find_missing(const Params& p, const Memory& m, u32* sums) {
+// Marks what is chosen and tells attention, what is missing still without a slot; numbers that in the list, and returns
+// how much it is.
+__device__ __forceinline__ u32 find_missing(const Params& p, const Memory& m, int h, int step, u32* sums) {
     u32 missing = 0;
     int turn = 0;
 #pragma unroll 1
@@ -161,7 +162,14 @@ __device__ __forceinline__ u32 find_missing(const Params& p, const Memory& m, u3
         if (at < p.count) {
             block = m.listed[at];
             m.marks[block] |= IS_CHOSEN;
-            is_missing = m.place_of[block] == NOWHERE;
+            int place = m.place_of[block];
+            is_missing = place == NOWHERE;
+            store_relaxed(&p.chosen_slots[h * p.chosen_slots_stride + at], is_missing ? UNTOLD : m.cache.slots[place]);
+            store_relaxed(&p.missing[h * p.missing_stride + at], is_missing);
+            store_relaxed(&p.chosen[h * p.chosen_stride + at], block);
+            if (!is_missing) {
+                m.cache.used[place] = step;
+            }
         }
         Place nth = placed(false, is_missing, sums + turn);
         if (is_missing) {
@@ -170,6 +178,21 @@ __device__ __forceinline__ u32 find_missing(const Params& p, const Memory& m, u3
         missing += nth.total;
     }
     return missing;
+}
+
+// Places, and slots, of what is missing.
+__device__ __forceinline__ void place_missing(const Params& p, const Memory& m, int h, int step) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < p.count; at += THREADS) {
+        int block = m.listed[at] & 0xffff, nth = m.listed[at] >> 16;
+        if (nth != 0) {
+            int taken = m.order[nth - 1];
+            m.cache.owner[taken] = block;
+            m.cache.mass[taken] = 0;
+            m.cache.used[taken] = step;
+            store_relaxed(&p.chosen_slots[h * p.chosen_slots_stride + at], m.cache.slots[taken]);
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -238,11 +261,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Mine scores, shares;
     scores.load(p.scores + h * p.score_stride, p.blocks);
     shares.load(p.shares + h * p.share_stride, p.blocks);
-    // The last entry says that all are there, to attention that begins before this ends.
-    bool is_told = p.count <= THREADS;
-    int* told = p.chosen + h * p.chosen_stride + p.count - 1;
-    if (is_told && threadIdx.x == p.count - 1) { // who read what the last step left here
-        *told = -1;
+    // Attention that begins before this ends reads each of these once it is told: no longer what the last step left,
+    // which is read above.
+    if (p.count <= THREADS && threadIdx.x < p.count) {
+        p.chosen_slots[h * p.chosen_slots_stride + threadIdx.x] = UNTOLD;
+        p.missing[h * p.missing_stride + threadIdx.x] = MISSING_UNTOLD;
+        p.chosen[h * p.chosen_stride + threadIdx.x] = UNTOLD;
         __threadfence();
     }
     scores.clean();
@@ -251,7 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rank(p, m, scores, keys, best);
     Extent extent = extent_of(best, ordered(shares.largest()), pins, extents);
     launch_next(); // behind a barrier, and so behind all of the above
-    int last = -1; // of the thread that has the last entry: its block
     if (p.count != 0) {
         u32 k = p.count - extent.pins;
         Bound bound = k == 0 ? Bound{PINNED, 1} : bound_of(best, extent, k, bins);
@@ -265,33 +288,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             Threshold threshold = cut(m.list, count, p.count, bound.key, PINNED, bound.step, words.cuts[0]);
             keep_best(count, threshold, m, words.chosen);
         }
-        u32 missing = find_missing(p, m, words.missing);
+        u32 missing = find_missing(p, m, h, step, words.missing);
         if (missing != 0) {
             find_victims(p, m, missing, p.places - p.count + missing, words);
-        }
-#pragma unroll 1
-        for (int at = threadIdx.x; at < p.count; at += THREADS) {
-            int block = m.listed[at] & 0xffff, nth = m.listed[at] >> 16;
-            int taken = m.place_of[block];
-            if (nth != 0) {
-                taken = m.order[nth - 1];
-                cache.owner[taken] = block;
-                cache.mass[taken] = 0;
-            }
-            cache.used[taken] = step;
-            p.chosen_slots[h * p.chosen_slots_stride + at] = cache.slots[taken];
-            p.missing[h * p.missing_stride + at] = nth != 0;
-            if (is_told && at == p.count - 1) {
-                last = block;
-            } else {
-                p.chosen[h * p.chosen_stride + at] = block;
-            }
+            place_missing(p, m, h, step);
         }
     }
     __syncthreads();
-    if (last >= 0) {
-        store_release(told, last);
-    }
 #pragma unroll 1
     for (int place = threadIdx.x; place < p.places; place += THREADS) {
         p.owner[h * p.owner_stride + place] = cache.owner[place];

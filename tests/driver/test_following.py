@@ -54,8 +54,8 @@ class Remembering(Listening):
         )
         score(self, None, work)  # type: ignore[arg-type]
 
-    def select(self, blocks: int, chosen: Tensor) -> None:
-        """Into ``chosen``."""
+    def select(self, blocks: int, chosen: Tensor, elsewhere: str | None = None) -> None:
+        """Into ``chosen``; the output that is named is elsewhere."""
         heads, count = chosen.shape
         places = i32_table(heads, count)
         work = SelectWork(
@@ -73,6 +73,10 @@ class Remembering(Listening):
             missing=tensor("u8", (heads, count)),
             left_out=tensor("f32", (heads,)),
         )
+        if elsewhere is not None:
+            output = getattr(work, elsewhere)
+            moved = replace(output, address=output.address + ELSEWHERE)
+            work = replace(work, **{elsewhere: moved})
         select(self, None, work)  # type: ignore[arg-type]
 
     def attend(self, chosen: Tensor) -> None:
@@ -105,9 +109,11 @@ def test_attention_reads_what_is_chosen_while_select_ends(blocks: int, count: in
     assert chip.told == ("attend_decode", False)
 
 
-def test_attention_waits_for_a_select_of_other_lists() -> None:
+@pytest.mark.parametrize("other", ["chosen", "chosen_slots", "missing"])
+def test_attention_waits_for_a_select_of_other_lists(other: str) -> None:
+    """It would wait for good for entries that nobody writes."""
     chip, chosen = Remembering(HOPPER), i32_table(LLAMA.kv_heads, 60)
-    chip.select(2000, replace(chosen, address=chosen.address + ELSEWHERE))
+    chip.select(2000, chosen, other)
     chip.attend(chosen)
     assert chip.told == ("attend_decode", False)
 
