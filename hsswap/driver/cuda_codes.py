@@ -31,6 +31,8 @@ ENCODE_TILE = 16  # tokens
 ENCODE_BLOCKS_AN_SM = 4
 MASS_THREADS = 512
 RANK_THREADS = 128
+RANKS_AN_SM = 2  # thread blocks of codes_rank that a multiprocessor has room for, at least
+RESERVED_BYTES = 1024  # of shared memory, of each thread block on a multiprocessor
 QUERIES = 4  # of a thread block of codes_mass
 MOST_SPAN = MASS_THREADS  # blocks that a thread block of codes_mass takes at a time
 FEW_PAGES = 64  # whose addresses travel with the parameters
@@ -131,10 +133,20 @@ def score(device: Launcher, stream: Stream, work: ScoreCodesWork) -> None:
         grid.x,
     )
     grid = Grid(-(-blocks // RANK_THREADS), group.kv_heads)
-    shared_bytes = 8 * group.group_size
+    shared_bytes = max(8 * group.group_size, _spreading_bytes(device, grid.x * grid.y))
     device.launch(
         stream, "codes_rank", {}, grid, Grid(RANK_THREADS), shared_bytes, params, follows=True
     )
+
+
+def _spreading_bytes(device: Launcher, thread_blocks: int) -> int:
+    """Shared memory by which a multiprocessor has no room for more than its share of them.
+
+    Those of codes_rank begin while codes_mass runs on all multiprocessors but few: without this
+    they crowd on these few, and take 2.5 us longer.
+    """
+    share = max(RANKS_AN_SM, -(-thread_blocks // device.sm_count))
+    return (device.shared_bytes_limit + RESERVED_BYTES) // share - RESERVED_BYTES
 
 
 def _spans(device: Launcher, codes: LayerCodes, blocks: int) -> tuple[int, Grid]:
@@ -159,7 +171,7 @@ def _mass(
     few_pages = [page.address for page in codes.pages] if len(codes.pages) <= FEW_PAGES else None
     few_active = resident.active if codes.group.kv_heads <= FEW_HEADS else None
     params = struct.pack(
-        f"<96sQqq13Q8q10i2f{8 * FEW_PAGES}s{4 * FEW_HEADS}s",
+        f"<96sQqq13Q7q11i2f4x{8 * FEW_PAGES}s{4 * FEW_HEADS}s",
         _tables(codes),
         work.queries.address,
         *work.queries.strides,
@@ -177,7 +189,6 @@ def _mass(
         0 if cache is None else cache.slots.address,
         device.upload(stream, resident.active, direct=True) if few_active is None else 0,
         codes.row_bytes,
-        row_items(work.memory.predicted, 4, "memory.predicted"),
         0 if last is None else row_items(last.chosen, 4, "last.chosen"),
         0 if last is None else row_items(last.lse, 4, "last.lse"),
         resident.units.unit_bytes,
@@ -191,6 +202,7 @@ def _mass(
         0 if last is None else last.chosen.shape[1],
         int(work.first),
         work.memory.predicted.shape[1],
+        row_items(work.memory.predicted, 4, "memory.predicted"),
         span,
         0 if cache is None else cache.slots.shape[1],
         resident.active_tokens,

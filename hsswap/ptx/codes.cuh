@@ -20,6 +20,15 @@ constexpr float FADE = 0.9f;
 
 #define INFINITE __int_as_float(0x7f800000)
 
+// As lane_index() of common.cuh; divisions of it are shifts.
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % WARP); }
+
+// An address that is in registers from here on: what comes before a wait need not be computed after it.
+template <class T> __device__ __forceinline__ T* pinned_here(T* base, i64 offset) {
+    asm volatile("" : "+l"(offset));
+    return base + offset;
+}
+
 struct Tables {
     const float* encodes; // null: there is no codec
     const float* biases;

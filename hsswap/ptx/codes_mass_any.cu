@@ -17,38 +17,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     int first_query = blockIdx.z * QUERIES;
     int count = min(QUERIES, p.group - first_query);
     int first = blockIdx.x * p.span;
-    Asked asked(p, head, first);
-    Items items(p, head, blockIdx.x);
+    Lists lists(p, head, first);
+    Queries own_queries(p, head * p.group + first_query);
+    Projection projection(p.tables, head);
+    lists.ask(p, head, first);
+    own_queries.ask(p, count);
+    projection.ask(p.tables, 0, 0);
+    Items items(p, blockIdx.x);
     int planes = p.tables.are_there() ? p.tables.plane_count(head) : 0;
     float* of_dim = reinterpret_cast<float*>(weights + PLANE_BITS * p.tables.planes);
     int row = p.tables.most + 1;
-    Queries(p, head, first_query, count).put(queries);
-    Projection projection(p, head);
+    own_queries.put(queries);
     if (threadIdx.x < QUERIES) {
         resident.sums[threadIdx.x] = {-INFINITE, 0.0f};
     }
-    items.begin(p, head, resident);
-    stage(p, head, first, asked, range, [&] { items.look_up(p, head, resident); });
+    resident.clear();
+    range.clear(first);
+    __syncthreads();
+    items.put(p, head, resident);
+    lists.put(p, range, [&](int block, int slot) { items.find(block, slot, resident); });
+    __syncthreads();
     Keys keys;
-    keys.ask(p, items, resident, threadIdx.x / WARP, 4 * lane_index());
-    if (planes > 0) {
-        projection.run(p, head, queries, of_dim);
+    bool has_items = keys.has_items(resident);
+    if (has_items) {
+        keys.ask(p, resident, threadIdx.x / WARP, 0);
     }
-    add_items(p, head, first_query, count, items, keys, queries, resident);
+    if (planes > 0) {
+        projection.run(p.tables, queries, of_dim);
+    }
+    if (has_items) {
+        add_keys(p, items, keys, queries, resident);
+    }
+    __syncthreads();
+    if (threadIdx.x < PAIRS * WARP) {
+        join_keys(p, head, first_query, count, resident);
+    }
     for (int k = threadIdx.x; k < PLANE_BITS * planes; k += THREADS) {
         const float* from = of_dim + p.tables.dim_of(head)[k];
         float power = static_cast<float>(1 << p.tables.bit_of(head)[k]);
         weights[k] = make_float4(from[0] * power, from[row] * power, from[2 * row] * power, from[3 * row] * power);
     }
-    int lane = lane_index();
-    int q = lane < count ? head * p.group + first_query + lane : -1;
-    Sums sums{{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
+    int q = lane() < count ? head * p.group + first_query + lane() : -1;
+    Sums sums{{NOTHING, 0.0f}, {NOTHING, 0.0f}};
     __syncthreads();
     for (;;) {
         int blocks = min(p.span, p.blocks - first);
         for (int i = threadIdx.x / WARP; i < blocks; i += WARPS) {
             const u16* codes = reinterpret_cast<const u16*>(range.rows[i]);
-            Shown shown(p, q, range, i);
+            Known known(p, q, range, first, i);
             float mine = -INFINITE;
             if (codes != nullptr) {
                 Sum own[QUERIES];
@@ -56,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
                 for (int g = 0; g < QUERIES; g++) {
                     own[g] = Sum{-INFINITE, 0.0f};
                 }
-                for (int t = lane; t < p.block_size; t += WARP) {
+                for (int t = lane(); t < p.block_size; t += WARP) {
                     float logits[QUERIES] = {};
                     for (int plane = 0; plane < planes; plane++) {
                         u32 word = codes[plane * p.block_size + t];
@@ -85,23 +101,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
                     for (int step = WARP / 2; step > 0; step /= 2) {
                         total += __shfl_xor_sync(ALL, total, step);
                     }
-                    if (lane == g) {
+                    if (lane() == g) {
                         mine = top + __logf(total);
                     }
                 }
             }
             if (q >= 0) {
-                float constant = codes == nullptr ? 0.0f : of_dim[lane * row + p.tables.most];
-                settle(p, q, range, i, mine + constant, remembered(p, q, first + i), shown, sums);
+                float constant = codes == nullptr ? 0.0f : of_dim[lane() * row + p.tables.most];
+                float correction = p.first ? 0.0f : *remembered(p.correction, p, q, first + i);
+                settle(p, q, first + i, mine + constant, correction, known, sums);
             }
         }
         first += gridDim.x * p.span;
         if (first >= p.blocks) {
             break;
         }
-        stage(p, head, first, Asked(p, head, first), range, [] {});
+        stage_next(p, head, first, range);
     }
     add_more_items(p, head, first_query, count, queries, resident);
-    finish(p, head, first_query, count, sums, resident.sums);
+    finish(p, head, first_query, count, sums, resident);
     forget_the_rest(p, head, first_query, count);
 }

@@ -26,83 +26,117 @@ constexpr int WARPS = THREADS / WARP;
 constexpr int QUERIES = 4; // at a time
 constexpr float UNKNOWN = -1000.0f;
 constexpr float LEAST = -690.7755f; // log of 1e-300
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
-// A logsumexp: its maximum, and the sum of the others relative to that.
+__device__ __forceinline__ float power_of_2(float value) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+}
+__device__ __forceinline__ float log_of_2(float value) {
+    float out;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+}
+// What is subtracted from numbers with this maximum.
+__device__ __forceinline__ float shift_of(float top) { return top == -INFINITE ? 0.0f : top; }
+
+// A logsumexp to the base 2.
 struct Sum {
     float best, total;
-    __device__ __forceinline__ void add(float value, float count) {
-        float top = max_nan(best, value);
-        float shift = top == -INFINITE ? 0.0f : top;
-        total = total * __expf(best - shift) + count * __expf(value - shift);
-        best = top;
+    __device__ __forceinline__ void merge(float top, float sum) {
+        float all = fmaxf(best, top), shift = shift_of(all);
+        total = total * power_of_2(best - shift) + sum * power_of_2(top - shift);
+        best = all;
     }
-    // Over a warp, the same in all lanes.
-    __device__ __forceinline__ float over_warp() const {
-        float top = best;
+    __device__ __forceinline__ void add(const float (&values)[QUERIES]) {
+        float top = fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+        float shift = shift_of(top), sum = 0;
 #pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2) {
-            top = max_nan(top, __shfl_xor_sync(ALL, top, step));
+        for (int g = 0; g < QUERIES; g++) {
+            sum += power_of_2(values[g] - shift);
         }
-        float shift = top == -INFINITE ? 0.0f : top;
-        float sum = total * __expf(best - shift);
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2) {
-            sum += __shfl_xor_sync(ALL, sum, step);
+        if (best == -INFINITE) {
+            best = top;
+            total = sum;
+        } else {
+            merge(top, sum);
         }
-        return shift + logf(sum);
     }
-    // Of a mean over `group`. NaN stays.
+    // Of a mean over `group`, to the base e. NaN stays.
     __device__ __forceinline__ float score(int group) const {
-        float shift = best == -INFINITE ? 0.0f : best;
-        float value = shift + __logf(total / static_cast<float>(group));
+        float value = LN_2 * (shift_of(best) + (log_of_2(total) - log_of_2(static_cast<float>(group))));
         return value < LEAST ? LEAST : value;
     }
 };
 
-// What codes_mass left of a block, for QUERIES queries from q on.
+// What codes_mass left of a block, for `count` of QUERIES queries.
 struct Found {
-    float mass[QUERIES], correction[QUERIES];
-    __device__ __forceinline__ Found(const Params& p, int q, int b, int count) {
+    float masses[QUERIES], corrections[QUERIES];
+    __device__ __forceinline__ Found(const Params& p, const float* mass, const float* correction, int count) {
 #pragma unroll
         for (int g = 0; g < QUERIES; g++) {
-            bool is_in = b < p.blocks && g < count;
-            mass[g] = is_in ? p.mass[static_cast<i64>(q + g) * p.blocks + b] : 0.0f;
-            correction[g] = is_in ? p.correction[(q + g) * p.memory_stride + b] : 0.0f;
+            masses[g] = g < count ? mass[static_cast<i64>(g) * p.blocks] : -INFINITE;
+            corrections[g] = g < count ? correction[g * p.memory_stride] : 0.0f;
         }
     }
 };
 
-__device__ __forceinline__ float4 part_of(const Params& p, int q, int x) {
-    return x < p.parts ? p.partial[q * p.parts + x] : make_float4(-INFINITE, 0, -INFINITE, 0);
+constexpr int HALF = WARP / 2;
+
+__device__ __forceinline__ const float2* partial_of(const Params& p, int q) {
+    return reinterpret_cast<const float2*>(p.partial + q * p.parts) + lane() / HALF;
 }
 
-// Z of query q, without and with corrections. part: the lane's first.
-__device__ __forceinline__ float2 total_of(const Params& p, int q, const float4& part) {
-    Sum plain{part.x, part.y}, corrected{part.z, part.w};
+__device__ __forceinline__ float2 part_of(const float2* partial, int parts, int x) {
+    return x < parts ? partial[2 * x] : make_float2(-INFINITE, 0);
+}
+// Z of a query to the base 2 by one warp: in its lower half without corrections, in its upper half with them. part: the
+// lane's first.
+__device__ __forceinline__ float total_of(const float2* partial, int parts, const float2& part) {
+    Sum sum{part.x * LOG2_E, part.y};
 #pragma unroll 1
-    for (int x = WARP + lane_index(); x < p.parts; x += WARP) {
-        float4 more = part_of(p, q, x);
-        plain.add(more.x, more.y);
-        corrected.add(more.z, more.w);
+    for (int x = HALF + lane() % HALF; x < parts; x += HALF) {
+        float2 more = part_of(partial, parts, x);
+        sum.merge(more.x * LOG2_E, more.y);
     }
-    return make_float2(plain.over_warp(), corrected.over_warp());
+    float top = sum.best;
+#pragma unroll
+    for (int step = HALF / 2; step > 0; step /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    }
+    float shift = shift_of(top);
+    float total = sum.total * power_of_2(sum.best - shift);
+#pragma unroll
+    for (int step = HALF / 2; step > 0; step /= 2) {
+        total += __shfl_xor_sync(ALL, total, step);
+    }
+    return shift + log2f(total);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     codes_rank(const __grid_constant__ Params p) {
-    extern __shared__ float2 z[]; // without and with corrections
+    extern __shared__ float z[]; // without corrections and with them
     int head = blockIdx.y;
     int b = blockIdx.x * THREADS + threadIdx.x;
     int warp = threadIdx.x / WARP;
+    // Where the lane's first ones are, before the wait.
+    const float* mass = pinned_here(p.mass, static_cast<i64>(head * p.group) * p.blocks + b);
+    const float* correction = pinned_here(p.correction, head * p.group * p.memory_stride + b);
+    const float2* partial = pinned_here(partial_of(p, head * p.group + warp), 0);
     follow();
-    float4 part = part_of(p, head * p.group + min(warp, p.group - 1), lane_index());
-    Found found(p, head * p.group, b, p.group);
+    float2 part = part_of(partial, warp < p.group ? p.parts : 0, lane() % HALF);
+    Found found(p, mass, correction, b < p.blocks ? p.group : 0);
+    float total = total_of(partial, p.parts, part);
+    if (lane() % HALF == 0 && warp < p.group) {
+        z[2 * warp + lane() / HALF] = total;
+    }
 #pragma unroll 1
-    for (int g = warp; g < p.group; g += WARPS) {
-        float2 total = total_of(p, head * p.group + g, part);
-        part = part_of(p, head * p.group + min(g + WARPS, p.group - 1), lane_index());
-        if (lane_index() == 0) {
-            z[g] = total;
+    for (int g = warp + WARPS; g < p.group; g += WARPS) {
+        partial = partial_of(p, head * p.group + g);
+        total = total_of(partial, p.parts, part_of(partial, p.parts, lane() % HALF));
+        if (lane() % HALF == 0) {
+            z[2 * g + lane() / HALF] = total;
         }
     }
     __syncthreads();
@@ -114,16 +148,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
     for (int base = 0; base < p.group; base += QUERIES) {
         if (base > 0) {
-            found = Found(p, head * p.group + base, b, p.group - base);
+            int q = head * p.group + base;
+            found = Found(p, p.mass + static_cast<i64>(q) * p.blocks + b, p.correction + q * p.memory_stride + b, p.group - base);
         }
+        float values[QUERIES], changed[QUERIES];
 #pragma unroll
         for (int g = 0; g < QUERIES; g++) {
-            if (base + g < p.group) {
-                known |= found.mass[g] != -INFINITE;
-                plain.add(found.mass[g] - z[base + g].x, 1.0f);
-                corrected.add(found.mass[g] + found.correction[g] - z[base + g].y, 1.0f);
-            }
+            bool is_in = base + g < p.group;
+            known |= found.masses[g] != -INFINITE;
+            values[g] = fmaf(found.masses[g], LOG2_E, is_in ? -z[2 * (base + g)] : 0.0f);
+            changed[g] = fmaf(found.masses[g] + found.corrections[g], LOG2_E, is_in ? -z[2 * (base + g) + 1] : 0.0f);
         }
+        plain.add(values);
+        corrected.add(changed);
     }
     float unknown = UNKNOWN - (p.blocks - 1 - b);
     p.scores[head * p.score_stride + b] = known ? corrected.score(p.group) : unknown;

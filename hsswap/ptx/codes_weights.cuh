@@ -5,6 +5,7 @@
 constexpr int STEPS = 4; // of two fields a byte
 constexpr int ROUND = 4; // pairs of planes
 constexpr float LOG2_E = 1.44269504f;
+constexpr int WEIGHERS = THREADS / QUERIES; // threads of a query
 constexpr int SCALE_BITS = 29; // the largest weight becomes 2^29 .. 2^30
 
 // The lanes of a quad that share a pair of planes in the round from `first` on are 2^halvings.
@@ -51,12 +52,13 @@ struct Most {
     u32 largest[QUERIES];
     int used;
 
-    // What weights of query g are multiplied by. Those of less than 2^-90 become 0; one that is no number makes all
-    // logits such.
-    __device__ __forceinline__ float scale(int g) const {
-        int exponent = static_cast<int>(largest[g] >> 23) - 127;
-        float power = __uint_as_float(static_cast<u32>(127 + SCALE_BITS - max(exponent, -90)) << 23);
-        return exponent == 128 ? __int_as_float(0x7fc00000) : power;
+    // Weights of query g are multiplied by 2^power_of(g). Those of less than 2^-90 become 0.
+    __device__ __forceinline__ int power_of(int g) const {
+        return SCALE_BITS - max(static_cast<int>(largest[g] >> 23) - 127, -90);
+    }
+    // What their lowest byte counts; a weight that is no number makes all logits such.
+    __device__ __forceinline__ float unit(int g) const {
+        return largest[g] >= 0x7f800000 ? __int_as_float(0x7fc00000) : power_of_two(-power_of(g));
     }
 };
 
@@ -75,58 +77,49 @@ struct Spot {
     }
 };
 
-// Weights and masks. first: the thread's first field. Column n of mma 0 is bytes 3 and 2 of query n / 2, of mma 1 bytes
-// 1 and 0. All threads have met since `clear` and since of_dim was written, and meet at the end.
+// Weights and masks of a head, WEIGHERS threads a query. first: the thread's first field. Column n of mma 0 is bytes 3 and
+// 2 of query n / 2, of mma 1 bytes 1 and 0. All threads have met since `clear` and since of_dim was written, and meet at
+// the end.
 __device__ __forceinline__ void make_weights(const Params& p, int head, int planes, const Weights& w, u32 first,
                                              Most& most) {
     int pairs = (planes + 1) / 2, fields = 2 * planes * FIELDS;
-    if (static_cast<int>(threadIdx.x) / WARP * WARP < fields) {
-        u32 largest[QUERIES] = {};
-        int used = 0;
+    int g = threadIdx.x / WEIGHERS, begin = threadIdx.x % WEIGHERS;
+    u32 largest = 0;
+    int used = 0;
 #pragma unroll 1
-        for (int at = threadIdx.x; at < fields; at += THREADS) {
-            u32 field = at < THREADS ? first : p.tables.fields(head)[at];
-            if (field != 0) {
-                used = max(used, Spot(at, pairs).step + 1);
-#pragma unroll
-                for (int g = 0; g < QUERIES; g++) {
-                    largest[g] = max(largest[g], __float_as_uint(w.of_field(g, field)) & 0x7fffffffu);
-                }
-            }
-        }
-        used = __reduce_max_sync(ALL, used);
-#pragma unroll
-        for (int g = 0; g < QUERIES; g++) {
-            largest[g] = __reduce_max_sync(ALL, largest[g]);
-        }
-        if (lane_index() == 0) {
-            atomicMax(&most.used, used);
-#pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                atomicMax(&most.largest[g], largest[g]);
-            }
+    for (int at = begin; at < fields; at += WEIGHERS) {
+        u32 field = at == begin ? first : p.tables.fields(head)[at];
+        if (field != 0) {
+            used = max(used, Spot(at, pairs).step + 1);
+            largest = max(largest, __float_as_uint(w.of_field(g, field)) & 0x7fffffffu);
         }
     }
+    used = __reduce_max_sync(ALL, used);
+    largest = __reduce_max_sync(ALL, largest);
+    if (lane() == 0 && used > 0) {
+        atomicMax(&most.used, used);
+        atomicMax(&most.largest[g], largest);
+    }
     __syncthreads();
+    float scale = power_of_two(most.power_of(g));
 #pragma unroll 1
-    for (int at = threadIdx.x; at < fields; at += THREADS) {
-        u32 field = at < THREADS ? first : p.tables.fields(head)[at];
+    for (int at = begin; at < fields; at += WEIGHERS) {
+        u32 field = at == begin ? first : p.tables.fields(head)[at];
         if (field != 0) {
             Spot spot(at, pairs);
             Round& round = w.rounds[spot.round];
             u8* to = reinterpret_cast<u8*>(&round.weights[spot.step][spot.t]) + 4 * spot.half + spot.byte;
-#pragma unroll
-            for (int g = 0; g < QUERIES; g++) {
-                // Digits from -128 to 127.
-                u32 digits = (__float2int_rn(w.of_field(g, field) * most.scale(g)) + 0x00808080u) ^ 0x00808080u;
-                u8* column = to + 2 * g * 4 * sizeof(uint4);
-                column[0] = static_cast<u8>(digits >> 24);
-                column[4 * sizeof(uint4)] = static_cast<u8>(digits >> 16);
-                column[8] = static_cast<u8>(digits >> 8);
-                column[4 * sizeof(uint4) + 8] = static_cast<u8>(digits);
+            u8* column = to + 2 * g * 4 * sizeof(uint4);
+            // Digits from -128 to 127.
+            u32 digits = (__float2int_rn(w.of_field(g, field) * scale) + 0x00808080u) ^ 0x00808080u;
+            column[0] = static_cast<u8>(digits >> 24);
+            column[4 * sizeof(uint4)] = static_cast<u8>(digits >> 16);
+            column[8] = static_cast<u8>(digits >> 8);
+            column[4 * sizeof(uint4) + 8] = static_cast<u8>(digits);
+            if (g == 0) {
+                u8* mask = reinterpret_cast<u8*>(&round.masks[spot.step][spot.t]);
+                mask[4 * spot.half + spot.byte] = static_cast<u8>(field);
             }
-            u8* mask = reinterpret_cast<u8*>(&round.masks[spot.step][spot.t]);
-            mask[4 * spot.half + spot.byte] = static_cast<u8>(field);
         }
     }
     __syncthreads();
