@@ -231,25 +231,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             Sum2 sum{-INFINITE, 0.0f};
 #pragma unroll 1
             for (int token = 0; token < p.block_size; token += 16) {
-                if (ring.planes > 2 * ROUND) {
+                if (planes > 2 * ROUND) {
                     add_rounds(sum, ring, p, range, first, q, w.rounds, unit);
                     continue;
                 }
                 const Part& part = ring.take(p, range, first, q);
                 if (used > 2) {
                     if (used == 3) {
-                        add_tokens<3>(sum, part, ring.planes, w.rounds[0], unit);
+                        add_tokens<3>(sum, part, planes, w.rounds[0], unit);
                     } else {
-                        add_tokens<4>(sum, part, ring.planes, w.rounds[0], unit);
+                        add_tokens<4>(sum, part, planes, w.rounds[0], unit);
                     }
                 } else if (used == 2) {
-                    add_tokens<2>(sum, part, ring.planes, w.rounds[0], unit);
+                    add_tokens<2>(sum, part, planes, w.rounds[0], unit);
                 } else if (used == 1) {
-                    add_tokens<1>(sum, part, ring.planes, w.rounds[0], unit);
+                    add_tokens<1>(sum, part, planes, w.rounds[0], unit);
                 }
             }
             if (is_mine) {
-                float constant = ring.planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
+                float constant = planes > 0 ? w.of_dim[g * (w.most + 1) + w.most] : 0.0f;
                 float value = fmaf(sum.best + __log2f(sum.total), LN_2, constant);
                 float correction = ring.parts[ring.stage].correction[threadIdx.x];
                 settle(p, q, first + i, value, correction, known, sums[threadIdx.x]);

@@ -114,7 +114,7 @@ __device__ __forceinline__ float total_of(const float2* partial, int parts, cons
     return shift + log2f(total);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) // all loads at once want registers
     codes_rank(const __grid_constant__ Params p) {
     extern __shared__ float z[]; // without corrections and with them
     int head = blockIdx.y;
