@@ -44,6 +44,12 @@ def launched_by(config: SwapConfig) -> PrepareWork:
     )
 
 
+async def _close_device(device: Device) -> None:
+    """The end of a device that a swap holds."""
+    device.is_held = False
+    await in_thread(device.close)
+
+
 class HighSpeedSwap(BatchCalls):
     """KV blocks of many sequences in device slots, host slots and on disk.
 
@@ -92,7 +98,9 @@ class HighSpeedSwap(BatchCalls):
             used = device
             if used is None:
                 used = await in_thread(lambda: open_device(config.device), Device.close)
-            undo.push_async_callback(in_thread, used.close)
+            used.check_unheld()
+            used.is_held = True
+            undo.push_async_callback(_close_device, used)
             if used.name != config.device:
                 config = replace(config, device=used.name)  # a tile there may be larger
             await in_thread(lambda: used.prepare(launched_by(config)))
@@ -254,7 +262,7 @@ class HighSpeedSwap(BatchCalls):
                 lambda: insist(lambda: self.prefetcher.until(self._no_call)),
                 lambda: insist(self._quiet),
                 lambda: in_thread(self._free),
-                lambda: in_thread(self.device.close),
+                lambda: _close_device(self.device),
             )
         finally:
             self.mailbox.close()

@@ -40,6 +40,7 @@ from hsswap.driver.operations import (
     ScoreWork,
     SelectWork,
 )
+from hsswap.errors import ArgumentError
 
 if TYPE_CHECKING:
     from hsswap.driver.preparing import PrepareWork
@@ -215,6 +216,16 @@ class Device(Closeable):
     """
 
     name: str
+    is_held = False
+    """Whether an open swap has it, which closes it in the end: nobody else may."""
+
+    def check_unheld(self) -> None:
+        """Raise ArgumentError while a swap has it: its memory would go from under work."""
+        if self.is_held:
+            raise ArgumentError(
+                f"the device {self.name} belongs to an open swap, which closes it; close the swap, "
+                "and give each swap a device of its own"
+            )
 
     @property
     @abstractmethod

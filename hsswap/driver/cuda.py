@@ -357,6 +357,7 @@ class CudaDevice(Device, Launcher):
 
     def close(self) -> None:
         """Wait for the streams, then free everything. A second call does nothing."""
+        self.check_unheld()
         with self._lock:
             if self._closed:
                 return

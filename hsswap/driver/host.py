@@ -199,6 +199,7 @@ class HostDevice(Device):
 
     def close(self) -> None:
         """Close graphs, wait for the streams, unmap every buffer. A second call does nothing."""
+        self.check_unheld()
         with self._lock:
             self._closed = True
             streams, buffers = list(self._streams.values()), list(self._buffers.values())

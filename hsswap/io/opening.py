@@ -13,7 +13,7 @@ import numpy as np
 
 from hsswap.checksum import identity_seeds
 from hsswap.config import DISK_ALIGNMENT, ModelDims
-from hsswap.errors import ConfigError
+from hsswap.errors import ArgumentError, ConfigError
 from hsswap.io.backends import open_backend
 from hsswap.io.base import BlockIO
 from hsswap.io.contents import Contents
@@ -104,7 +104,6 @@ async def open_parts(settings: StoreSettings) -> StoreParts:
     async with AsyncExitStack() as undo:
         directories: list[StoreDirectory] = []
         undo.push_async_callback(lambda: close_directories(directories))
-        undo.push_async_callback(backend.close)
         if backend.needs_directory:
             for path in settings.named():
                 await _lock(path, keep=settings.persist, into=directories)
@@ -112,7 +111,8 @@ async def open_parts(settings: StoreSettings) -> StoreParts:
         else:
             count = len(settings.named())
             places = [Path() if count == 1 else Path(str(n)) for n in range(count)]
-        await backend.start(places[0] if backend.needs_directory else None)
+        await _start(backend, places[0] if backend.needs_directory else None)
+        undo.push_async_callback(backend.close)
         recovered = None
         if settings.persist:
             wanted = _wanted(settings, places)
@@ -148,6 +148,17 @@ async def _lock(path: Path | str | None, *, keep: bool, into: list[StoreDirector
     except asyncio.CancelledError:
         if opening.exception() is None:  # cancelled meanwhile: it was locked all the same
             into.append(opening.result())
+        raise
+
+
+async def _start(backend: BlockIO, place: Path | None) -> None:
+    """Start it, or close it; but not one that another store has."""
+    try:
+        await backend.start(place)
+    except ArgumentError:  # it was started before
+        raise
+    except BaseException:
+        await backend.close()
         raise
 
 

@@ -18,6 +18,8 @@ import pytest
 
 from hsswap.errors import (
     ArgumentError,
+    BlockIOError,
+    ClosedError,
     ConfigError,
     StoreLocked,
 )
@@ -286,11 +288,34 @@ async def test_places_where_no_store_can_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-async def test_a_backend_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_backend_of_another_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     used = PosixIO(1)
-    await used.start(tmp_path)
-    with pytest.raises(ArgumentError, match="before"):
-        await BlockStore.open(DIMS, tmp_path / "store", 300, io=used)
+    async with await BlockStore.open(DIMS, tmp_path / "first", 300, io=used) as store:
+        with pytest.raises(ArgumentError, match="before"):
+            await BlockStore.open(DIMS, tmp_path / "second", 300, io=used)
+        assert [place.name for place in tmp_path.iterdir()] == ["first"]
+        indices = store.ids.check(store.ids.allocate(3))
+        content = pattern(3, BLOCK, 7)
+        assert not (await write(store, 0, indices, content)).errors
+        found, outcome = await read(store, 0, indices)
+        assert not outcome.errors
+        assert np.array_equal(found, content)
+    with pytest.raises(ClosedError):
+        await BlockStore.open(DIMS, tmp_path / "third", 300, io=used)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_backend_that_does_not_start_is_closed(tmp_path: Path) -> None:
+    class Failing(PosixIO):
+        async def start(self, directory: Path | None) -> None:
+            await super().start(directory)
+            raise BlockIOError("no")
+
+    failing = Failing(2)
+    with pytest.raises(BlockIOError, match="no"):
+        await BlockStore.open(DIMS, tmp_path / "store", 300, io=failing)
+    with pytest.raises(ClosedError):
+        failing.create_file(tmp_path / "file", 4096)
     assert list(tmp_path.iterdir()) == []
 
 
