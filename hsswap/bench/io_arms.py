@@ -29,11 +29,6 @@ BLOCK_TOKENS = 16
 FIO_LIMIT_S = 20
 DRAWN = 1 << 16
 """Places drawn before they are used."""
-IN_TURN_BYTES = 16 << 20
-"""Memory that blocks are read into in turn, as into a host tier: a slot is used again when all the
-others were. A drive that is another program's copy (a virtual machine's) writes slower where a
-processor has just read: 64 slots of 64 KiB used over and over took it down to 0.60 of what it does
-for a reader that never looks, 256 to 0.75 (2 cores, 2026-12-01); the reader in C gains nothing."""
 
 
 class BenchError(HsswapError):
@@ -150,12 +145,6 @@ async def transfer(
     await end
 
 
-def slots_in_turn(filled: FilledStore, least: int) -> int:
-    """How many slots ``IN_TURN_BYTES`` are, but no more than for two blocks each."""
-    slots = IN_TURN_BYTES // filled.store.block_bytes(0)
-    return max(least, min(slots, len(filled.indices) // 2))
-
-
 class StoreArm:
     """Random blocks through ``BlockStore.read`` or ``write``, always ``asked`` of them asked for.
 
@@ -173,9 +162,11 @@ class StoreArm:
         memory: Slots | None = None,
         *,
         ahead: bool = False,
+        memory_bytes: int = 0,
     ) -> None:
-        """``memory``: with as many slots as are asked for, and more; by default the arm's own.
-        ``ahead``: ask for twice ``depth``, of which the store gives the drive ``depth`` at most.
+        """``ahead``: ask for twice ``depth``, of which the store gives the drive ``depth`` at most.
+        ``memory``: with as many slots as are asked for, and more; by default the arm's own, of
+        ``memory_bytes`` if that is more, but with two blocks for each slot.
         """
         self.name = f"{filled.name}-ahead" if ahead else filled.name
         self.path = filled.store.path
@@ -183,7 +174,8 @@ class StoreArm:
         self._asked = 2 * depth if ahead else depth
         self._call = filled.store.read if operation is Operation.READ else filled.store.write
         block_bytes, count = filled.store.block_bytes(0), len(filled.indices)
-        self._memory = memory or Memory(slots_in_turn(filled, self._asked), block_bytes)
+        slots = max(self._asked, min(memory_bytes // block_bytes, count // 2))
+        self._memory = memory or Memory(slots, block_bytes)
         # Of n slots the s-th moves blocks s, s + n ...: none is in flight twice, nor written twice.
         self._slots = len(self._memory.addresses)
         self._free = np.arange(self._slots)  # first the one that is used next

@@ -9,7 +9,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.bench.io_arms import BenchError, FilledStore, Memory, StoreArm, slots_in_turn, transfer
+from hsswap.bench.io_arms import BenchError, FilledStore, Memory, StoreArm, transfer
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import BlockPool, ChecksumWork, GatherWork, ScatterWork, UnitPool
 from hsswap.driver.tensor import tensor_in
@@ -125,10 +125,9 @@ class DeviceMemory:
 class DeviceArm(StoreArm):
     """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
 
-    Where they go through host slots, of which there are twice as many as are asked for or more, a
-    block is asked for when another has come there. One gather at a time takes on half of ``depth``
-    or more; whether it is done is looked at when more comes, and waited for only when slots are
-    wanting.
+    Where they go through host slots, of which there are twice as many as are asked for, a block is
+    asked for when another has come there. One gather at a time takes on half of ``depth`` or more;
+    whether it is done is looked at when more comes, and waited for only when slots are wanting.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class DeviceArm(StoreArm):
     ) -> None:
         """``ahead``: see :class:`StoreArm`."""
         asked = 2 * depth if ahead else depth
-        slots = asked if direct else slots_in_turn(filled, 2 * asked)
+        slots = asked if direct else 2 * asked
         self._there = DeviceMemory(device, filled, slots, direct=direct)
         try:
             super().__init__(filled, Operation.READ, depth, self._there, ahead=ahead)
@@ -179,6 +178,11 @@ class DeviceArm(StoreArm):
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._take_on)
         self._arrived.append(slots[positions])
+
+    def _take(self, count: int) -> NDArray[np.int64]:
+        """So many slots, those used last: they are in the caches."""
+        slots, self._free = self._free[-count:], self._free[:-count]
+        return slots
 
     def _take_on(self) -> None:
         """Ask for as many blocks as have come, then see them to the device."""

@@ -142,13 +142,13 @@ class SpanReads:
     For many short ones: what a :class:`Transfer` costs each is spent once for all. ``files``,
     ``offsets``, ``addresses``: of each span, numbered from 0; ``span_bytes``: of all.
 
-    ``verify(reads, numbers)`` runs right after these spans were read, on the loop's thread, where
-    it must be quick, as there; on a thread if :attr:`BlockIO.spans_on_threads`. An HsswapError
-    raised there is the error of these spans. ``on_done(reads, numbers, error)`` tells of every
-    number exactly once, of several together where they succeeded. A span that came short, or that
-    the kernel turned away for now, is an error (``problems.CameShort``): as a transfer it would go
-    on. ``started``: how many the backend has started, in their order. Everything else as in a
-    transfer.
+    ``verify(reads, numbers)`` runs after these spans were read, on the loop's thread if it is
+    ``quick`` as there, else on one of the backend's, which :attr:`BlockIO.spans_on_threads` says
+    that it has. An HsswapError raised there is the error of these spans. ``on_done(reads, numbers,
+    error)`` tells of every number exactly once, of several together where they succeeded. A span
+    that came short, or that the kernel turned away for now, is an error (``problems.CameShort``):
+    as a transfer it would go on. ``started``: how many the backend has started, in their order.
+    Everything else as in a transfer.
     """
 
     files: list[IOFile]
@@ -160,6 +160,7 @@ class SpanReads:
     verify: Callable[[Any, list[int]], None]
     deadline: float | None = None
     owner: object = None
+    quick: bool = False
     started: int = 0
 
     def check(self, alignment: int) -> None:
@@ -244,7 +245,7 @@ class BlockIO(ABC):
 
     ``name`` is what :func:`hsswap.io.open_backend` knows it by. ``alignment``: bytes, a power of
     two. ``needs_directory``: whether its files are in a file system. ``limit``: transfers in flight
-    at most. ``spans_on_threads``: whether spans are verified on threads, so that it may wait.
+    at most. ``spans_on_threads``: whether spans may be verified on threads, where that may wait.
     ``after_deliveries``: called after the last ``on_done`` of those that are called in one
     go, so that what is done for many costs as for one; set by who submits, must not raise.
     ``why``: the reason for the choice where there was one (``auto``), known once started.

@@ -187,6 +187,7 @@ class SpanReader:
             compare_spans,
             call.deadline,
             call.owner,
+            call.checksums is None,
             layer=layer,
             indices=listed,
             positions=alone,

@@ -63,7 +63,7 @@ async def test_reads_to_a_device_are_verified_and_counted(
 @pytest.mark.parametrize("ahead", [False, True])
 async def test_a_slot_is_used_again_when_all_the_others_were(ahead: bool, tmp_path: Path) -> None:
     filled = await FilledStore.make("posix", tmp_path / "store", 4 * KIB, 64)
-    arm = StoreArm(filled, Operation.READ, 4, ahead=ahead)
+    arm = StoreArm(filled, Operation.READ, 4, ahead=ahead, memory_bytes=1 << 20)
     used: list[int] = []
     read, most = arm._call, 0
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,10 +45,12 @@ class Ends:
         self.count = count
         self.errors: dict[int, HsswapError | None] = {}
         self.verified: list[int] = []
+        self.threads: set[int] = set()
         self._changed = asyncio.Event()
 
     def verify(self, reads: SpanReads, numbers: list[int]) -> None:
         self.verified += numbers
+        self.threads.add(threading.get_ident())
 
     def done(self, reads: SpanReads, numbers: list[int], error: HsswapError | None) -> None:
         for number in numbers:
@@ -94,17 +97,21 @@ async def filled(io: CountedIO, path: Path, content: NDArray[np.uint8]) -> IOFil
     return file
 
 
-async def test_spans_of_several_files_come_back(io: CountedIO, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+async def test_spans_of_several_files_come_back(io: CountedIO, quick: bool, tmp_path: Path) -> None:
     contents = [pattern(32, PAGE, seed) for seed in (1, 2)]
     files = [await filled(io, tmp_path / str(n), content) for n, content in enumerate(contents)]
     count = 3 * TURN_TRANSFERS + 5  # more than a turn, and far more than the drive's queue
     rng = np.random.default_rng(3)
     whose, where = rng.integers(0, 2, count).tolist(), rng.integers(0, 32, count).tolist()
     pages, ends = Pages(count), Ends(count)
-    io.submit_spans(spans([files[n] for n in whose], [PAGE * n for n in where], pages, ends))
+    places = [PAGE * n for n in where]
+    io.submit_spans(spans([files[n] for n in whose], places, pages, ends, quick=quick))
     assert io.room == LIMIT - count
     assert set((await ends.all()).values()) == {None}
     assert sorted(ends.verified) == list(range(count))
+    here = threading.get_ident()
+    assert ends.threads == {here} if quick or not io.spans_on_threads else here not in ends.threads
     for number, (file, place) in enumerate(zip(whose, where, strict=True)):
         assert np.array_equal(pages.spans[number], contents[file][place])
     statistics = io.statistics()
@@ -209,7 +216,10 @@ async def test_transfers_and_spans_share_the_queue(io: CountedIO, tmp_path: Path
     assert all(np.array_equal(one.spans, content[1:3]) for one in targets)
 
 
-async def test_a_hook_that_fails_is_the_error_of_its_spans(io: CountedIO, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+async def test_a_hook_that_fails_is_the_error_of_its_spans(
+    io: CountedIO, quick: bool, tmp_path: Path
+) -> None:
     file = await filled(io, tmp_path / "file", pattern(8, PAGE, 1))
     ends = Ends(3)
 
@@ -217,5 +227,5 @@ async def test_a_hook_that_fails_is_the_error_of_its_spans(io: CountedIO, tmp_pa
         raise BlockIOError("made up")
 
     ends.verify = fail  # type: ignore[method-assign]
-    io.submit_spans(spans([file] * 3, [0, PAGE, 2 * PAGE], Pages(3), ends))
+    io.submit_spans(spans([file] * 3, [0, PAGE, 2 * PAGE], Pages(3), ends, quick=quick))
     assert {str(error) for error in (await ends.all()).values()} == {"made up"}
