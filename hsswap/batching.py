@@ -305,6 +305,7 @@ class BatchCalls(NamedCalls):
         for the first that failed; the others' outputs are written.
         """
         self.check_loop()
+        await asyncio.sleep(0)  # as in Sequence.attend
         pool = self.pool_of(checked_layer(layer, self.config.dims.layers))
         packed = Packed.of(pool, queries, out, lse_out, sinks)
         if not isinstance(sequences, list | tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -127,6 +128,9 @@ class Sequence(LookingAhead):
         when a block cannot be read; OutOfSlots when the host tier is held by work that never ends.
         """
         self._swap.check_loop()
+        # A turn for whatever else is due: where all blocks are there, nothing below waits, and a
+        # token's layers would hold the loop, and keep the drive waiting, for milliseconds.
+        await asyncio.sleep(0)
         given, exact = Given(queries, out, lse_out, sinks), checked_choice(exact, "exact")
         with self._exclusive("attend"):
             with self._swap.lock:

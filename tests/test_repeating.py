@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +55,32 @@ async def attended(sequence: Sequence, layer: int, queries: U16, **more: object)
     out = np.full((len(queries), *queries.shape[1:]), 0x7FC0, np.uint16)
     await (await sequence.attend(layer, queries, out, **more)).done()  # type: ignore[arg-type]
     return out
+
+
+async def test_calls_that_wait_for_nothing_give_the_loop_a_turn_each(case: Case) -> None:
+    """A token's layers, all of whose blocks are there, do not hold the loop together."""
+    loop, turns = asyncio.get_running_loop(), 0
+
+    def count() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(count)
+
+    async with watched(roomy(case)) as swap, swap.sequence() as sequence:
+        await feed(sequence, case, [TOKENS])
+        query = case.queries[0][-1:]
+        out = np.full_like(query, 0x7FC0)
+        (await sequence.attend(0, query, out)).event.synchronize()
+        loop.call_soon(count)
+        before = turns
+        results = [await sequence.attend(0, query, out) for _ in range(5)]  # one, four times again
+        assert turns - before >= 5
+        before = turns
+        for _ in range(5):
+            results += await swap.attend_batch(0, [sequence], query, out)
+        assert turns - before >= 5
+        for result in results:
+            await result.done()
 
 
 @pytest.mark.parametrize("dims", [SMALL, MIXED], ids=["small", "mixed"])
