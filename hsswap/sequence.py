@@ -144,7 +144,10 @@ class Sequence(LookingAhead):
                 if chooses:
                     result = await attend_top_k(self._swap, query, self._top_k_layers[layer])
                 else:
-                    self._swap.prefetcher.plan(self.number, self._ahead(query))
+                    ahead = self._ahead(query)
+                    self._swap.prefetcher.plan(self.number, ahead)
+                    if ahead:  # beginning to read takes as long again as what follows
+                        await asyncio.sleep(0)
                     result = await attend_exact(self._swap, query)
                 work.event = result.event
                 return result

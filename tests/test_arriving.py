@@ -44,6 +44,7 @@ async def test_the_rest_is_one_launch() -> None:
         await swap.flush()
         first = await within(lambda: sequence.attend(0, CASE.queries[0][-1:]))
         await first.done()
+        missed = swap.statistics().misses
         await asyncio.to_thread(gate.gate.reached.wait)  # the next layer's
         device.launches.clear()
         asking = asyncio.ensure_future(sequence.attend(1, CASE.queries[1][-1:]))
@@ -55,7 +56,7 @@ async def test_the_rest_is_one_launch() -> None:
         await result.done()
         assert len(device.launches) == 1
         assert (np.asarray(result.out)[0] == wanted[1][-1]).all()
-        assert swap.statistics().misses == 16
+        assert swap.statistics().misses == missed + 8
 
 
 @pytest.mark.parametrize(("extra", "ahead"), [(286, 3), (60, 1)])
