@@ -84,7 +84,8 @@ def require_path(value: object, name: str) -> None:
             fits = b"\0" not in os.fsencode(value)  # type: ignore[arg-type]
         except UnicodeEncodeError:
             fits = False
-        require(fits, f"{name} is {shown(value)}, which cannot be a path")
+        # An empty name, as of a variable that is not set, would be the working directory.
+        require(fits and value != "", f"{name} is {shown(value)}, which cannot be a path")
 
 
 def require_kind(value: object, kind: type | tuple[type, ...], name: str, what: str) -> None:

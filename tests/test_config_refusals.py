@@ -102,6 +102,7 @@ def test_text_that_is_none_is_refused(name: str) -> None:
 
 
 def test_names_that_cannot_be_folders_are_refused() -> None:
-    with pytest.raises(HsswapError, match="cannot be a path"):
-        SwapConfig(**{**GOOD[SwapConfig], "directory": "a\0b"})
+    for name in ("a\0b", ""):
+        with pytest.raises(HsswapError, match="cannot be a path"):
+            SwapConfig(**{**GOOD[SwapConfig], "directory": name})
     SwapConfig(**{**GOOD[SwapConfig], "directory": "caf\udce9"})  # bytes that are no UTF-8
