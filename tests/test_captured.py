@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hsswap import ArgumentError, BlockIOError, HighSpeedSwap, OutOfBlocks, OutOfSlots
-from hsswap.errors import CaptureError, ClosedError
+from hsswap.errors import CaptureError, ClosedError, DeviceError
 from hsswap.io.memory import Fault, FaultKind
 from hsswap.tiers import SlotState
 from tests.branches import Branch, alone
@@ -320,3 +320,23 @@ async def test_a_swap_that_closes_under_captured_steps() -> None:
             await swap.close()
             with pytest.raises(ClosedError):
                 steps.advance(1)
+
+
+async def test_a_graph_of_steps_that_are_over_is_an_error_on_its_stream_alone() -> None:
+    """What it reads is gone: it would be a segmentation fault."""
+    async with watched(config_of(CASE, 400)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(300)])
+        async with engine_of(swap, CASE, 1) as engine:
+            async with branch.sequence.captured(20) as steps:
+                length = steps.length
+                graph = engine.capture(steps, 1)
+                engine.run(graph, [300])
+                steps.finish(301)
+            branch.rows.append(300)
+            with pytest.raises(DeviceError, match="a graph over captured steps"):
+                engine.run(graph, [301])
+            with pytest.raises(ClosedError, match="buffer that was closed"):
+                length.array()
+            graph.close()
+        await branch.check()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hsswap.driver.dlpack import exported
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, ClosedError
 
 # BF16 and E4M3 have no NumPy dtype; they travel as their codes (hsswap.bf16, hsswap.e4m3).
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -51,11 +51,21 @@ class Tensor:
     owner: object
 
     def array(self) -> NDArray[Any]:
-        """A NumPy view of the memory. Raises ArgumentError for memory of a GPU."""
+        """A NumPy view of the memory. Raises ArgumentError for memory of a GPU, ClosedError for a
+        buffer that was closed.
+        """
         if self.on_device:
             raise ArgumentError("the tensor is in a GPU's memory; the host device cannot read it")
         if isinstance(self.owner, np.ndarray):
             return self.owner
+        owner = self.owner
+        while isinstance(owner, Tensor):
+            owner = owner.owner
+        if getattr(owner, "closed", False) is True:
+            raise ClosedError(
+                f"{self.dtype} {self.shape} is in a buffer that was closed; a graph over captured "
+                "steps, for one, is of no use after their block"
+            )
         return _view(self.address, self.shape, self.strides, self.dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:

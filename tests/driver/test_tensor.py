@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hsswap.driver import open_device
 from hsswap.driver.tensor import Tensor, contiguous_strides, tensor_in, tensor_of
-from hsswap.errors import ArgumentError
+from hsswap.errors import ArgumentError, ClosedError
 from tests.driver.rig import Rig
 
 
@@ -138,3 +139,17 @@ def test_what_is_written_may_have_any_other_strides(strides: tuple[int, int, int
     memory = np.zeros(2000, np.uint16)[1000:]
     array = np.lib.stride_tricks.as_strided(memory, (4, 3, 8), strides)
     assert tensor_of(array, "bf16", (4, 3, 8), "x", written=True).strides == strides
+
+
+def test_a_buffer_that_was_closed_is_not_read() -> None:
+    """It would be a segmentation fault."""
+    with open_device("host") as device:
+        buffer = device.allocate_host(4096)
+        whole = tensor_in(buffer, "i32", (8, 4))
+        for part in (whole, whole.rows(2, 4), whole.row(3), whole.rows(1, 5).every(2, 0, 2)):
+            assert not part.array().any()
+        parts = [whole, whole.row(3), whole.rows(1, 5).every(2, 0, 2).as_batch()]
+        buffer.close()
+        for part in parts:
+            with pytest.raises(ClosedError, match=r"i32 .* is in a buffer that was closed"):
+                part.array()
