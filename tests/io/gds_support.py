@@ -108,12 +108,9 @@ class DevicePages:
 
     def __init__(self, count: int, span_bytes: int = PAGE) -> None:
         self.spans = np.zeros((count, span_bytes), np.uint8)
-        nbytes = count * span_bytes
-        allocated = self.memory.allocate(nbytes)
-        if allocated % PAGE:  # the driver promises 256: small allocations share a page
-            self.memory.free(allocated)
-            allocated = self.memory.allocate(nbytes + PAGE - 256)
-        self.base = -(-allocated // PAGE) * PAGE
+        # A driver aligns to 256 bytes where something small was allocated before.
+        allocated = self.memory.allocate(count * span_bytes + PAGE)
+        self.base = allocated + -allocated % PAGE
         first = np.uint64(self.base)
         self.addresses = np.arange(count, dtype=np.uint64) * np.uint64(span_bytes) + first
         self.upload()

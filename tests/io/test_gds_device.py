@@ -212,7 +212,7 @@ async def test_mixed_memory_and_spans_that_stick_out(backend: GdsIO, tmp_path: P
     other.addresses = np.array([host.addresses[0], device.addresses[0]], np.uint64)
     beyond = transfer(Operation.READ, file, host, ignore)
     beyond.addresses = device.addresses[1:]
-    beyond.span_bytes = 2 * PAGE
+    beyond.span_bytes = 3 * PAGE
     errors = await run(backend, mixed, other, beyond)
     assert isinstance(errors[0], ArgumentError)
     assert "one transfer to each kind" in str(errors[0])
