@@ -62,7 +62,9 @@ class Capturing(Reusing):
         takes ids and slots for the tokens. ``rows``: most query rows of a step, 1 to 16. Inside the
         block the sequence can be used through what this gives only. Before its end call
         :meth:`~hsswap.captured.CapturedSteps.finish` with the length the steps came to; without,
-        all of them are forgotten. ``stream``: on it the steps run, or it follows them.
+        all of them are forgotten. ``stream``: on it the steps run, or it follows them. After the
+        block launch no graph that was captured in it: on a GPU, where nothing can refuse an
+        engine's own graph, it would read memory that has been given back.
 
         Raises ArgumentError when layers differ in length, OutOfBlocks, OutOfSlots with the number
         of host slots needed, BlockIOError for a block that cannot be read: nothing is held then.
