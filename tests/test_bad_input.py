@@ -52,6 +52,7 @@ async def test_memory_of_another_device_is_refused() -> None:
         sequence = swap.sequence()
         await sequence.append(0, KEYS[:40], VALUES[:40])
         block = await swap.alloc_disk_block_id()
+        await swap.flush()  # writes that end meanwhile free host slots
         before = state(swap, sequence)
         asked = QUERIES[38:40]
         calls: list[Callable[[], Awaitable[Any]]] = [
@@ -79,6 +80,7 @@ async def test_layers_arrays_and_numbers_out_of_range() -> None:
     async with watched(config_for(CASE)) as swap:
         sequence = swap.sequence()
         await sequence.append(0, KEYS[:40], VALUES[:40])
+        await swap.flush()  # writes that end meanwhile free host slots
         before = state(swap, sequence)
         out = np.zeros((1, 6, 16), np.uint16)
         calls: list[Callable[[], Awaitable[Any]]] = [
@@ -160,6 +162,7 @@ async def test_tokens_rows_and_lists_of_other_kinds() -> None:
         sequence = swap.sequence()
         await sequence.append(0, KEYS[:40], VALUES[:40])
         block = await swap.alloc_disk_block_id()
+        await swap.flush()  # writes that end meanwhile free host slots
         before = state(swap, sequence)
         out: Any = np.zeros((1, 6, 16), np.uint16)
         one: Any = QUERIES[39:40]
