@@ -97,27 +97,29 @@ class WriteBehind:
 
         Raises the first error of a block that is still not on disk; it stays dirty in memory.
         """
-        await self.settle()
+        epoch = self._next_epoch()
+        await self._until_idle(epoch)
         with self._lock:
-            again = [(b, e) for b, e in self._failed if not isinstance(e, DeviceError)]
-            self._failed = [(b, e) for b, e in self._failed if isinstance(e, DeviceError)]
-            batches = [self._announce(batch) for batch, _ in again]
-        for batch in batches:
+            again: list[Batch] = []
+            failed, self._failed = self._failed, []
+            for batch, error in failed:
+                if batch.epoch > epoch or isinstance(error, DeviceError):
+                    self._failed.append((batch, error))
+                else:
+                    again.append(batch)
+            # Under their first epoch: whoever flushes meanwhile waits for them too.
+            for batch in again:
+                self._moving[batch.epoch] += len(batch.slots)
+        for batch in again:
             self._write(batch)
-        if batches:
-            await self.settle()
-        if self._failed:
-            raise self._failed[0][1]
+        await self._until_idle(epoch)
+        for batch, error in self._failed:
+            if batch.epoch <= epoch:
+                raise error
 
     async def settle(self) -> None:
         """Wait until what was announced before has ended, whatever comes in meanwhile."""
-        with self._lock:
-            epoch, self._epoch = self._epoch, self._epoch + 1
-            if self._is_idle(epoch):
-                return
-            idle = asyncio.get_running_loop().create_future()
-            self._idle.append((epoch, idle))
-        await idle
+        await self._until_idle(self._next_epoch())
 
     def forget(self, indices: NDArray[np.int64]) -> None:
         """Give up failed blocks whose ids are being freed; nothing of them may be on its way."""
@@ -209,6 +211,25 @@ class WriteBehind:
         self._moving[self._epoch] += len(batch.slots)
         return replace(batch, epoch=self._epoch)
 
+    def _next_epoch(self) -> int:
+        """Begin to wait: the epoch of what was announced last."""
+        with self._lock:
+            epoch, self._epoch = self._epoch, self._epoch + 1
+        return epoch
+
+    async def _until_idle(self, epoch: int) -> None:
+        """Wait until nothing moves that was announced in this epoch or before.
+
+        Looked at again after every wait, and no turn of the loop follows the last look: another
+        flush may have begun to write its failed blocks anew.
+        """
+        while True:
+            with self._lock:
+                if self._is_idle(epoch):
+                    return
+                idle = asyncio.get_running_loop().create_future()
+                self._idle.append((epoch, idle))
+            await idle
+
     def _is_idle(self, epoch: int) -> bool:
-        """Whether nothing moves that was announced in this epoch or before."""
         return not any(other <= epoch for other in self._moving)

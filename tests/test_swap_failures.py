@@ -26,7 +26,7 @@ from hsswap.errors import (
     OutOfSlots,
     OutOfSpace,
 )
-from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from hsswap.topk import TopK
 from tests.swap_cases import SMALL, Case, chunks_of, config_for, feed, random_case, run
 
@@ -207,6 +207,31 @@ async def test_a_full_disk_keeps_blocks_in_memory_and_flush_tells(case: Case) ->
             with suppress(OutOfSpace):
                 await swap.flush()
         await swap.flush()
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_flush_waits_for_what_another_flush_tries_again(case: Case, again: bool) -> None:
+    """A block in neither list, of what moves and of what failed, was taken for one on disk."""
+    gates = Gate(), Gate()
+    held = [Fault(FaultKind.HOLD, at=n, only="write", gate=gate) for n, gate in enumerate(gates)]
+    full = Fault(FaultKind.ERRNO, count=2 if again else 1, errno=errno.ENOSPC, only="write")
+    async with opened(config_for(case, extra_host=200), *held, full) as (swap, sequence):
+        await sequence.append(0, case.keys[0][:16], case.values[0][:16])
+        flushes = [asyncio.ensure_future(swap.flush()) for _ in range(3)]
+        try:
+            for gate in gates:
+                assert await asyncio.to_thread(gate.reached.wait, 30)
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert not any(flush.done() for flush in flushes)
+                gate.opened.set()
+        finally:
+            for gate in gates:
+                gate.opened.set()
+        ends = await asyncio.gather(*flushes, return_exceptions=True)
+        # Each flush tries it once more: the second writes what the first could not.
+        assert [isinstance(end, OutOfSpace) for end in ends] == [again, False, False]
+        assert swap.store_statistics().blocks_written == 1
 
 
 async def test_a_disk_that_stays_full_is_an_error_not_a_hang(case: Case) -> None:
