@@ -287,6 +287,9 @@ class Segments:
             if segment is None or self._closing or not (segment.file or segment.on_disk):
                 continue
             if self._ids.any_used(first, first + SEGMENT_IDS):
+                if segment.leaving:  # given out again before it could go: who waits looks elsewhere
+                    segment.leaving = False
+                    self._room_again()
                 continue
             segment.changing = True
             if not self.clear(number, partial(self._cleared, segment)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -159,6 +160,29 @@ async def test_a_fault_of_syncing_is_told_and_tried_again() -> None:
     async with await open_store(MemoryIO(files=state.cut(lambda n: False))) as store:
         store.ids.add_reference(ids)
         await check_ids(store, ids)
+
+
+async def test_a_segment_given_up_and_used_again_makes_no_room() -> None:
+    """Who waited for its room waited for ever; now it is told, or finds another to give up."""
+    for segments in (2, 3):
+        io = memory()
+        options: dict[str, Any] = {
+            "capacity": 256 * segments,
+            "disk_bytes": segments * SEGMENT,
+        }
+        async with await open_store(io, **options) as store:
+            await write_ids(store, store.ids.allocate(256 * (segments - 1)))
+        async with await open_store(io.power_cut(lambda number: True), **options) as store:
+            ids = store.ids.allocate(1)
+            outcome = begin_write(store, 0, store.ids.check(ids), content_of(store, ids, 0))
+            again = store.ids.allocate(256)  # before the file of the first segment could go
+            assert store.ids.check(again).min() == 0
+            await asyncio.wait_for(outcome.end(), 30)
+            assert [type(error) for error in outcome.errors.values()] == [OutOfSpace][
+                segments - 2 :
+            ]
+            await write_ids(store, again[:2])
+            await check_ids(store, again[:2])
 
 
 async def test_others_faults_are_not_told() -> None:
