@@ -67,13 +67,19 @@ class PrefixBlocks:
 
     def find(self, tokens: ArrayLike) -> NDArray[np.int64]:
         """Ids of the longest known prefix, with a reference taken on each."""
-        found = np.array(self.index.find(self.keys.of(tokens)), np.int64)
-        while len(found):
-            ids = self._ids.generations(found) << 32 | found
+        keys = self.keys.of(tokens)
+        found = self.index.find(keys)
+        while found:
+            indices = np.array(found)
+            ids: NDArray[np.int64] = self._ids.generations(indices) << 32 | indices
             try:
                 self._ids.add_reference(ids)
             except StaleBlockId:  # the last went while we looked, on another thread
                 found = found[:-1]
-            else:
+                continue
+            known = self.index.find(keys)
+            if known[: len(found)] == found:
                 return ids
-        return found
+            self._ids.drop_reference(ids)  # one went, and is another's by now
+            found = known
+        return np.empty(0, np.int64)
