@@ -39,6 +39,10 @@ class Contents:
         self.lengths = sparse_zeros(shape, np.uint16)
         self.codes_versions = sparse_zeros(shape, np.uint32)
 
+    def has_any(self, run: BlockRun) -> bool:
+        """Whether any of a run's blocks has content."""
+        return bool((self.written[run.layer, run.blocks] == run.generations).any())
+
     def record(self, runs: list[BlockRun]) -> None:
         """Writes of one layer succeeded."""
         if len(runs) == 1:  # a third of the cost

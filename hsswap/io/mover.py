@@ -56,7 +56,7 @@ class RunMover:
     ) -> None:
         self.counters = Counters()
         self.segments = segments
-        self.tickets = Tickets()
+        self.tickets = Tickets(self._flushed)
         self.on_corrupt: Callable[[int], None] = lambda index: None
         self._io = backend
         self._ids = ids
@@ -218,9 +218,13 @@ class RunMover:
         self._ready, self._backlog = [], []
         for run in self.segments.close() + held_back:
             self._fail(run, error)
-        self._pump()
+        self._flushed()
 
     # On the way in.
+
+    def _flushed(self) -> None:
+        self._woken.extend(self.tickets.held_back())
+        self._pump()
 
     def _start(self, run: BlockRun) -> None:
         """A run that holds its blocks goes on to its segment's file."""
@@ -228,8 +232,9 @@ class RunMover:
             if run.waited and not self._still_readable(run):
                 return
             run.crcs = self._contents.checksums[run.layer, run.blocks].tolist()
-        elif self._journal is not None and not self._journal.begin_write(
-            run, partial(self._cleared, run)
+        elif self._journal is not None and (
+            (self._contents.has_any(run) and self.tickets.holds_back(run))
+            or not self._journal.begin_write(run, partial(self._cleared, run))
         ):
             return
         self._ready += self.segments.enter([run])
@@ -279,7 +284,8 @@ class RunMover:
         while self._woken:
             run = self._woken.popleft()
             if self._closing:
-                self._fail(run, ClosedError("the store was closed before the block was moved"))
+                error = ClosedError("the store was closed before the block was moved")
+                self._fail(run, error, untouched=True)
             else:
                 self._start(run)
         room = max(0, self._io.room - self._reserved)

@@ -271,7 +271,7 @@ class BlockStore:
 
     async def flush(self) -> None:
         """Wait until every block written so far is stored: in a persistent store it is there after
-        a loss of power.
+        a loss of power, and a write that is called meanwhile overwrites nothing of it before.
 
         Blocks whose write failed are not among them; ``on_done`` told of those. Raises BlockIOError
         or OutOfSpace when syncing fails; then nothing more than before is known to be stored, and
@@ -363,9 +363,10 @@ class BlockStore:
 
     async def _commit(self) -> None:
         self._require_open()
-        await self._mover.tickets.until_now()
-        if self._journal is not None:
-            await self._journal.commit()
+        with self._mover.tickets.flush():
+            await self._mover.tickets.until_now()
+            if self._journal is not None:
+                await self._journal.commit()
 
     async def _last_commit(self) -> None:
         if self._journal is not None:

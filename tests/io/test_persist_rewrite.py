@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ from numpy.typing import NDArray
 from hsswap.errors import BlockIOError, ClosedError, OutOfSpace
 from hsswap.io import BlockStore
 from hsswap.io.checking import check_store
-from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.io.ids import INDEX_MASK
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from hsswap.io.spare import SPARE_NAME, SPARE_SLOTS
 from tests.io.persist_support import check_ids, content_of, memory, open_store, write_ids
 from tests.io.support import begin_write, pattern, read, until, write
+from tests.swap_watch import turns
 
 COUNT = 250  # several times the slots
 
@@ -49,6 +53,41 @@ async def reopened(io: MemoryIO, indices: NDArray[np.int64], layer: int) -> NDAr
         found, outcome = await read(store, layer, indices)
         assert not outcome.errors
         return found
+
+
+@pytest.mark.parametrize("at", [("write", 4), ("sync", 2)], ids=["a write", "the sync"])
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_write_behind_a_flush_that_waits(at: tuple[str, int], closes: bool) -> None:
+    """What was there when flush() was called is acknowledged by it: it is not overwritten before
+    that is on disk, whatever the flush waits for. Manifest and records are written first.
+    """
+    gate = Gate()
+    io = memory(Fault(FaultKind.HOLD, only=at[0], at=at[1], gate=gate))
+    store = await open_store(io)
+    ids, other = store.ids.allocate(1), store.ids.allocate(1)
+    await write_ids(store, ids)
+    held = begin_write(store, 0, store.ids.check(other), content_of(store, other, 0))
+    flush = asyncio.ensure_future(store.flush())
+    assert await asyncio.to_thread(gate.reached.wait, 30)
+    await turns(20)
+    new = pattern(1, 4096, 1)
+    writing = begin_write(store, 0, store.ids.check(ids), new)
+    await turns(20)
+    assert not flush.done()
+    closing = asyncio.ensure_future(store.close()) if closes else None
+    await turns(20)
+    gate.opened.set()
+    await flush
+    moments = [io.power_state()]
+    await held.end()
+    await writing.end()
+    assert [type(error) for error in writing.errors.values()] == [ClosedError][:closes]
+    moments.append(io.power_state())
+    await (closing or store.close())
+    for state, survives in itertools.product(moments, (False, True)):
+        after = MemoryIO(files=state.cut(([survives] * len(state.pending)).__getitem__), power=True)
+        found = await reopened(after, ids & INDEX_MASK, 0)
+        assert any(np.array_equal(found, each) for each in (content_of(store, ids, 0), new))
 
 
 async def test_closing_while_blocks_are_replaced() -> None:

@@ -266,6 +266,7 @@ async def test_what_is_written_during_a_commit_is_not_in_it() -> None:
 
 
 async def test_a_block_being_written_again_is_not_recorded() -> None:
+    """By a commit that a write asked for, to have room for it: a flush would go first."""
     hold = Fault(FaultKind.HOLD, only="sync", at=2)
     # Of writes to the first page of a file: after manifest, records and the data. The records of a
     # commit are further behind, and may come before it or after it.
@@ -273,11 +274,12 @@ async def test_a_block_being_written_again_is_not_recorded() -> None:
     async with await open_store(MemoryIO([hold, never]), CAPACITY, DIMS) as store:
         indices = store.ids.check(store.ids.allocate(2))
         await begin_write(store, 0, indices, pattern(2, 4096, 1)).end()
-        flushing = asyncio.ensure_future(store.flush())
+        assert store._journal is not None
+        committing = asyncio.ensure_future(store._journal.commit())
         await asyncio.get_running_loop().run_in_executor(None, hold.gate.reached.wait)
         begin_write(store, 0, indices[:1], pattern(1, 4096, 2))
         hold.gate.opened.set()
-        await flushing
+        await committing
         assert store.describe(0, indices).durable.tolist() == [False, True]
 
 
