@@ -306,6 +306,7 @@ class BlockStore:
         copied = int(self.ids.allocate(1)[0])
         self.ids.add_reference([block_id])  # it must not go meanwhile
         try:
+            await self._mover.tickets.until_now()  # what is being written is copied too
             for layer in range(self.dims.layers):
                 await copy_content(self, layer, source, index_of(copied))
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hsswap.io import BlockStore
 from hsswap.io.directory import segment_name
 from hsswap.io.ids import generation_of, index_of
 from hsswap.io.keys import PrefixKeys
-from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from tests.io.persist_support import (
     SALT,
     SMALL,
@@ -33,7 +34,7 @@ from tests.io.persist_support import (
     tokens_of,
     write_ids,
 )
-from tests.io.support import pattern, read, write
+from tests.io.support import begin_write, pattern, read, write
 
 # Ids.
 
@@ -125,6 +126,26 @@ async def test_shared_blocks_are_not_written_and_can_be_copied() -> None:
         assert store.ids.refcount(copied) == 1
         with pytest.raises(StaleBlockId):
             await store.copy_block(-1)
+
+
+async def test_what_is_being_written_is_copied_too() -> None:
+    gate = Gate()
+    held = Fault(FaultKind.HOLD, only="write", at=2, gate=gate)  # behind manifest and records
+    async with await open_store(memory(held)) as store:
+        ids = store.ids.allocate(1)
+        writing = [
+            begin_write(store, layer, store.ids.check(ids), content_of(store, ids, layer))
+            for layer in range(2)
+        ]
+        copying = asyncio.ensure_future(store.copy_block(int(ids[0])))
+        assert await asyncio.to_thread(gate.reached.wait, 30)
+        gate.opened.set()
+        index = store.ids.check([await copying])
+        assert all(outcome.ended for outcome in writing)
+        for layer in range(2):
+            found, outcome = await read(store, layer, index)
+            assert not outcome.errors
+            assert np.array_equal(found, content_of(store, ids, layer))
 
 
 async def test_a_copy_that_fails_takes_no_id() -> None:
@@ -231,6 +252,31 @@ async def test_the_ends_of_old_prefixes_go_first() -> None:
         assert found.tolist() == sequences[1][:7].tolist()
         with pytest.raises(OutOfBlocks):
             store.ids.allocate(1)
+
+
+async def test_a_prefix_whose_block_another_thread_takes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was found by its key, and is another's before the reference on it is taken."""
+    tokens = tokens_of(1, 2)
+    async with await open_store(memory(), capacity=2) as store:
+        ids = store.ids.allocate(2)
+        await write_ids(store, ids)
+        store.commit_prefix(tokens, ids)
+        store.ids.drop_reference(ids)
+        find = store._prefixes.index.find
+        taken: list[int] = []
+
+        def find_and_lose(keys: list[bytes]) -> list[int]:
+            found = find(keys)
+            if not taken:
+                taken.extend(store.ids.allocate(1).tolist())
+            return found
+
+        monkeypatch.setattr(store._prefixes.index, "find", find_and_lose)
+        assert store.find_prefix(tokens).tolist() == ids[:1].tolist()
+        assert store.ids.check(taken).tolist() == [1]
+        assert store.ids.refcount(taken[0]) == 1
 
 
 async def test_a_corrupt_block_is_no_prefix_any_more(tmp_path: Path) -> None:
