@@ -26,9 +26,10 @@ SLOTS ?= 256
 HOST_SLOTS ?= 256
 DEMO := build/demo
 
-# make bench: options of bench/decode_compare.py, as in BENCH="--slices 40"
+# make bench: options of bench/decode_compare.py, as in BENCH="--slices 40"; figures to be committed go to
+# BENCH_OUT=bench/results/decode_compare.json
 BENCH ?=
-BENCH_OUT ?= bench/results/decode_compare.json
+BENCH_OUT ?= build/decode_compare.json
 PYTEST_ARGS ?=
 
 help: ## list the targets
@@ -76,7 +77,7 @@ test-gpu: $(GPU_STAMP) ## the tests that need a GPU, with the packages of GPU_PY
 sanitize: $(GPU_STAMP) ## compute-sanitizer over the GPU tests of every kernel; reports to build/sanitize
 	$(GPU_PYTHON) -m bench.sanitize
 
-bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to bench/results
+bench: $(STAMP) ## decode in memory, swapped, and without look-ahead, in turn; to build
 	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python bench/decode_compare.py --out $(BENCH_OUT) $(BENCH)
 
 fmt: $(STAMP) ## format, and fix what the linter can fix

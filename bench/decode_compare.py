@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hsswap.bench.figures import interval_of_median, machine
+from hsswap.bench.figures import Interval, machine
 from hsswap.bench.predictor_contexts import reference_text
 from hsswap.commands.decoding import SwapAttention, dims_of, must_read_blocks
 from hsswap.commands.planning import best_tile
@@ -87,8 +87,8 @@ class Arm:
 
     def result(self, in_memory: Arm, plain: Arm) -> dict[str, Any]:
         """What is reported of this arm; bytes and waits are those of decoding, a token."""
-        of_memory = interval_of_median(self.ratios(in_memory))
-        of_plain = interval_of_median(self.ratios(plain))
+        of_memory = Interval.of(self.ratios(in_memory))
+        of_plain = Interval.of(self.ratios(plain))
         found: dict[str, Any] = {
             "tokens_per_s": statistics.median(self.rates),
             "of_memory": of_memory.median,
@@ -175,7 +175,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
     add("--characters", type=int, default=9300, help="characters of the prompt (9300)")
     add("--slices", type=int, default=20, help="turns of each arm (20)")

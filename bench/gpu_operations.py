@@ -239,7 +239,7 @@ def checksums(bench: Bench, count: int, slices: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--slices", type=int, default=20, help="turns of each operation (20)")
     slices = parser.parse_args().slices
     with open_device("cuda:0") as device:

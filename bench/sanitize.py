@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hsswap import ptx
-from hsswap.bench.common import Machine
+from hsswap.bench.figures import machine
 
 LAUNCHED = "HSSWAP_SANITIZE_LAUNCHED"
 """Environment: the file that a process appends a kernel's name to, when it is to be launched."""
@@ -149,7 +149,7 @@ def end_all(*_: object) -> None:
 
 def main() -> int:
     """Run everything; 0 if nothing was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     add, families = parser.add_argument, list(FAMILIES)
     tools = ["memcheck", "racecheck", "synccheck"]
     add("--tools", nargs="+", default=tools, metavar="T", help=f"({' '.join(tools)})")
@@ -192,7 +192,7 @@ def record(outcomes: list[Outcome], wanted: dict[str, set[str]], file: Path) -> 
     done = list(outcomes)
     report = {
         "what": "compute-sanitizer over the GPU tests of tests/driver",
-        "machine": Machine.here().as_dict(),
+        "machine": machine(),
         "failed": [f"{o.tool} {o.family}: {o.status}" for o in done if o.status],
         "never_launched": {
             tool: sorted(kernels - {k for o in done if o.tool == tool for k in o.kernels})

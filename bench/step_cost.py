@@ -19,15 +19,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hsswap import HighSpeedSwap, ModelDims, PredictorConfig, Sequence, SwapConfig, TopK
-from hsswap.bench.common import Interval, Machine
 from hsswap.bench.decode import Nowhere
+from hsswap.bench.figures import Interval, machine
 from hsswap.bench.lab import muted
 
 DIMS = ModelDims.uniform(layers=2, q_heads=2, kv_heads=2, head_dim=8, block_size=1)
@@ -136,9 +136,9 @@ async def measure(kind: str, lengths: list[int], turns: int) -> list[dict[str, A
                 "blocks": arm.blocks,
                 "us_a_layer": 1e6 * statistics.median(arm.seconds) / DIMS.layers,
                 "calls_a_layer": statistics.median(arm.calls) / DIMS.layers,
-                "over_the_first": asdict(
-                    Interval.of([a / b for a, b in zip(arm.seconds, first, strict=True)])
-                ),
+                "over_the_first": Interval.of(
+                    [a / b for a, b in zip(arm.seconds, first, strict=True)]
+                )._asdict(),
                 "misses": arm.swap.statistics().misses,
             }
             for arm in arms
@@ -146,7 +146,7 @@ async def measure(kind: str, lengths: list[int], turns: int) -> list[dict[str, A
 
 
 def main(tell: Callable[..., None] = print) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     add = parser.add_argument
     lengths, kinds = "1000,10000,100000", ",".join(KINDS)
     add("--blocks", default=lengths, metavar="N,N", help=f"of a sequence ({lengths})")
@@ -165,7 +165,7 @@ def main(tell: Callable[..., None] = print) -> None:
             )
             rows.append(row)
     if args.out:
-        result = {"machine": Machine.here().as_dict(), "rows": rows}
+        result = {"machine": machine(), "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -28,7 +28,12 @@ EXIT_STATUS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line like all others."""
+    """argparse, with errors of one line like all others, and options by their whole names: a
+    beginning would mean another option as soon as there is one more.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and leave with 2."""

@@ -6,11 +6,10 @@ import asyncio
 import fcntl
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
-from hsswap.bench.common import Machine
+from hsswap.bench.figures import machine
 
 
 def loop_name() -> str:
@@ -30,6 +29,6 @@ def note(of: str, **results: Any) -> None:
         file.seek(0)
         known = json.loads(file.read() or "{}")
         known.update(results)
-        known["machine"] = {**Machine.here().as_dict(), "kernel": platform.release()}
+        known["machine"] = machine()
         file.truncate(0)
         file.write(json.dumps(known, indent=1, sort_keys=True) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from contextlib import suppress
 
@@ -78,3 +79,29 @@ def test_a_second_signal_does_not_wait() -> None:
 def test_a_kept_signal_is_raised_at_the_end() -> None:
     with Interrupts() as interrupts, pytest.raises(Interrupted), interrupts.held():
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_cancels_what_is_awaited() -> None:
+    closed = []
+
+    async def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            closed.append(1)
+
+    with Interrupts() as interrupts, pytest.raises(Interrupted) as caught:
+        interrupts.run(work())
+    assert caught.value.exit_code == 130
+    assert closed == [1]
+
+
+def test_what_is_awaited_gives_its_result() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    with Interrupts() as interrupts:
+        assert interrupts.run(work()) == 7

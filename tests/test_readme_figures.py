@@ -141,7 +141,7 @@ def machine_and_date() -> Iterator[str]:
     machine = attention["machine"]
     yield f"{decode['date'][:10]}, commit {decode['commit'][:7]}"
     yield f"torch {attention['torch'].partition('+')[0]}"
-    yield f"driver {machine['driver']}, {machine['date']}, commit {machine['commit'][:7]}"
+    yield f"driver {machine['driver']}, {machine['date'][:10]}, commit {machine['commit'][:7]}"
 
 
 def e4m3() -> Iterator[str]:

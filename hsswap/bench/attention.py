@@ -16,11 +16,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hsswap.bench.cases import CASES, Case, Inputs, make_inputs, relative_error
-from hsswap.bench.common import Interval, Machine, names_of
-from hsswap.bench.figures import SLICES_MIN
-from hsswap.bench.lab import need_gpu
+from hsswap.bench.figures import SLICES_MIN, Interval, machine
+from hsswap.bench.lab import need_gpu, tell
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import device_name, names_of
+from hsswap.commands.output import save, say
 from hsswap.commands.places import file_to_write
 from hsswap.driver import open_device
 from hsswap.driver.cuda_attention import enqueue_attend, enqueue_finalize
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="short slices and fewer rows: a check, no figures")
     add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
-    add("--device", default="cuda:0", metavar="NAME", help="the GPU (cuda:0)")
+    add("--device", type=device_name, default="cuda:0", metavar="NAME", help="the GPU (cuda:0)")
     add("--only", metavar="A1,A2", help=f"only rows of these names: {', '.join(NUMBERS)}")
 
 
@@ -68,26 +69,26 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
             if case.number in wanted and not (args.quick and case.kv_bytes > 1 << 28):
                 row = measure(case, launcher, ours, stream, bandwidth, args.quick)
                 rows.append(row)
-                say(row)
+                show(row)
                 torch.cuda.empty_cache()
         if "A3" in wanted:
             from hsswap.bench.top_k_step import measure_steps
 
             for row in measure_steps(device, ours, stream, args.quick):
                 rows.append(row)
-                say(row)
+                show(row)
         if "S1" in wanted:
             from hsswap.bench.gathering import measure_gather
 
             for row in measure_gather(device, launcher, ours, stream, args.quick):
                 rows.append(row)
-                say(row)
+                show(row)
         stream.synchronize()
         ours.close()
     result = {
         "bench": "attention",
         "quick": bool(args.quick),
-        "machine": Machine.here().as_dict(),
+        "machine": machine(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "read_tb_per_s": bandwidth,
@@ -95,24 +96,22 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     }
     text = json.dumps(result, indent=1)
     if args.out:
-        args.out.write_text(text + "\n")
+        save(text, args.out)
     if args.json:
-        print(text)
+        say(text, sys.stdout)
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def say(row: dict[str, Any]) -> None:
+def show(row: dict[str, Any]) -> None:
     """A line for people, on stderr."""
     ratio = row["ratio"]
     verdict = "ok" if row["passed"] else "MISSED" if row["correct"] else "WRONG"
     theirs = "" if row["baseline_error"] is None else f" (baseline {row['baseline_error']:.2e})"
-    print(
+    tell(
         f"{row['name']:58} {row['ours_us']['median']:9.2f} us, {row['best']} "
         f"{row['baseline_us']['median']:9.2f} us: {ratio['median']:.3f} "
         f"[{ratio['low']:.3f}, {ratio['high']:.3f}] floor {row['floor']} {verdict}"
         f" error {row['error']:.2e}{theirs}",
-        file=sys.stderr,
-        flush=True,
     )
 
 
@@ -172,13 +171,13 @@ def measure(
         "id": case.number,
         "name": case.name,
         **asdict(case),
-        "ours_us": asdict(took),
-        "two_calls_us": asdict(Interval.of(times["apart"])),
+        "ours_us": took._asdict(),
+        "two_calls_us": Interval.of(times["apart"])._asdict(),
         "best": best,
-        "baseline_us": asdict(Interval.of(times[best])),
+        "baseline_us": Interval.of(times[best])._asdict(),
         "backends_us": {**once, **{n: Interval.of(times[n]).median for n in close}},
         "backend_errors": errors,
-        "ratio": asdict(ratio),
+        "ratio": ratio._asdict(),
         "slices": slices,
         "tb_per_s": case.kv_bytes / took.median / 1e6,
         "read_share": case.kv_bytes / took.median / 1e6 / bandwidth,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -22,13 +23,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hsswap import HighSpeedSwap, LayerGroup, ModelDims, PredictorConfig, SwapConfig, TopK
-from hsswap.bench.common import Machine, names_of
 from hsswap.bench.decode_arms import Arm, Arms, Problem, arms_for
+from hsswap.bench.figures import machine
 from hsswap.bench.lab import Lab, Turns, tell
 from hsswap.bench.synthetic import BLOCK, Shape
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import at_most, device_name, names_of
+from hsswap.commands.output import save, say
 from hsswap.commands.places import file_to_write
-from hsswap.errors import ArgumentError
 from hsswap.io.base import Operation, Transfer
 from hsswap.io.memory import MemoryIO
 from hsswap.models import LlamaConfig
@@ -84,23 +86,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="a small model and few slices: a check, no figures")
     add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
-    add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
+    add(
+        "--device",
+        type=device_name,
+        default="cuda:0",
+        metavar="NAME",
+        help="cuda:N or host (cuda:0)",
+    )
     add("--tokens", metavar="N,N", help="only these lengths: 32768, 131072")
     add("--arms", metavar="A,B", help="beside dense and top-k only these of D2 (all)")
     add("--predictor", choices=PREDICTORS, default=PREDICTORS[0], help="(%(default)s)")
-    add("--layers", type=int, metavar="N", help="layers of the model (32)")
+    add("--layers", type=at_most(1024), metavar="N", help="layers of the model (32)")
 
 
-def main(args: argparse.Namespace, _: Interrupts) -> int:
+def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a floor was missed. Raises HsswapError."""
     model = MODEL_SMALL if args.quick else MODEL_8B
     if args.layers is not None:
         model = replace(model, layers=args.layers)
     sizes: tuple[Size, ...] = SMALL if args.quick else SIZES
-    if args.tokens:
-        sizes = tuple(size for size in sizes if str(size.tokens) in args.tokens.split(","))
-        if not sizes:
-            raise ArgumentError(f"--tokens {args.tokens} names none of 32768 and 131072")
+    lengths = names_of(args.tokens, [str(size.tokens) for size in sizes], "--tokens")
+    sizes = tuple(size for size in sizes if str(size.tokens) in lengths)
     chosen = [] if args.arms == "" else names_of(args.arms, list(AGAINST), "--arms")
     rows: list[Row] = []
     with Lab.on(args.device) as lab:
@@ -112,11 +118,11 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
                 async for row in _measure(lab, arms, model, size, some, args):
                     rows.append(row)
                     if args.out:  # after each row: the longest may not fit the machine
-                        args.out.write_text(_report(args, model, rows) + "\n")
+                        save(_report(args, model, rows), args.out)
 
-            asyncio.run(measure())
+            interrupts.run(measure())
     if args.json:
-        print(_report(args, model, rows))
+        say(_report(args, model, rows), sys.stdout)
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
@@ -126,7 +132,7 @@ def _report(args: argparse.Namespace, model: LlamaConfig, rows: list[Row]) -> st
         "bench": "decode",
         "quick": bool(args.quick),
         "device": args.device,
-        "machine": Machine.here().as_dict(),
+        "machine": machine(),
         "model": asdict(model),
         "rows": rows,
     }
@@ -245,11 +251,11 @@ def _ratio(number: str, against: str, turns: Turns, floor: float, common: Row) -
         f"{number}: top-k {ours.median:.0f} us a token, {against} {theirs.median:.0f}: "
         f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}], floor {floor}"
     )
-    times = {"top-k_us": asdict(ours), f"{against}_us": asdict(theirs)}
+    times = {"top-k_us": ours._asdict(), f"{against}_us": theirs._asdict()}
     return {
         "id": number,
         "against": against,
-        "ratio": asdict(ratio),
+        "ratio": ratio._asdict(),
         "floor": floor,
         "passed": ratio.low >= floor,
         **times,

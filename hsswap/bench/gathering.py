@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hsswap.bench.common import Interval
-from hsswap.bench.figures import SLICES_MIN
+from hsswap.bench.figures import SLICES_MIN, Interval
 from hsswap.bench.launches import Graph, StaticLauncher
 from hsswap.config import LayerGroup
 from hsswap.driver import cuda_operations
@@ -103,10 +102,10 @@ def _measure(bench: Bench, pieces: Pieces) -> dict[str, Any]:
         "name": f"S1 {PIECES} scattered pieces of {pieces.nbytes >> 10} KiB",
         "floor": pieces.floor,
         "aim": 0.95,
-        "ours_us": asdict(took),
+        "ours_us": took._asdict(),
         "best": "pinned copy",
-        "baseline_us": asdict(Interval.of(times["copy"])),
-        "ratio": asdict(ratio),
+        "baseline_us": Interval.of(times["copy"])._asdict(),
+        "ratio": ratio._asdict(),
         "slices": bench.slices,
         "gb_per_s": count * unit / took.median / 1e3,
         "error": 0.0,

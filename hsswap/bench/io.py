@@ -36,7 +36,7 @@ from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from hsswap.bench.figures import SLICES_MIN, interval_of_median, machine
+from hsswap.bench.figures import SLICES_MIN, Interval, machine
 from hsswap.bench.io_arms import (
     FilledStore,
     Fio,
@@ -51,6 +51,8 @@ from hsswap.bench.io_kvikio import KvikioArm
 from hsswap.bench.io_rows import KIB, SUMMING, Row, lag_of, print_rows, rates, ratio, row_of
 from hsswap.bench.io_turns import compare_turns
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import count, count_or_zero, counts, device_name, named
+from hsswap.commands.output import say
 from hsswap.commands.places import file_to_write
 from hsswap.driver import open_device
 from hsswap.driver.base import Device
@@ -87,37 +89,54 @@ class Arm(Protocol):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     add = parser.add_argument
-    add("--dir", type=Path, metavar="D", help="where the stores are made (the temporary folder)")
+    add("--dir", type=named, metavar="D", help="where the stores are made (the temporary folder)")
     add("--json", action="store_true", help="one object on stdout and nothing else")
     add("--quick", action="store_true", help="64 KiB at depth 64 alone, short slices")
-    add("--plot", type=Path, metavar="F", help="a picture of MB/s and processor time")
+    add("--plot", type=named, metavar="F", help="a picture of MB/s and processor time")
     add(
         "--out",
         type=file_to_write,
         metavar="F",
         help="the object of --json in a file, after every row",
     )
-    add("--limit", type=int, default=LIMIT_S, metavar="S", help="begin nothing after S seconds")
-    add("--device", metavar="D", help="reads to this device as well: host or cuda:N")
+    add(
+        "--limit",
+        type=count_or_zero,
+        default=LIMIT_S,
+        metavar="S",
+        help="begin nothing after S seconds",
+    )
+    add(
+        "--device",
+        type=device_name,
+        metavar="D",
+        help="reads to this device as well: host or cuda:N",
+    )
     add("--backends", default="posix,uring", metavar="A,B", help="default: posix,uring")
-    add("--blocks", metavar="K,K", help="block sizes in KiB (64,256,1024,12)")
-    add("--depths", metavar="N,N", help="blocks in flight (64,8,1)")
-    add("--slices", type=int, default=SLICES_MIN, metavar="N", help="turns of each (20)")
-    add("--data-mib", type=int, default=256, metavar="N", help="in each store at least (256)")
-    add("--memory-mib", type=int, default=0, metavar="N", help="read into so much, in turn (0)")
+    add("--blocks", type=counts, metavar="K,K", help="block sizes in KiB (64,256,1024,12)")
+    add("--depths", type=counts, metavar="N,N", help="blocks in flight (64,8,1)")
+    add("--slices", type=count, default=SLICES_MIN, metavar="N", help="turns of each (20)")
+    add("--data-mib", type=count, default=256, metavar="N", help="in each store at least (256)")
+    add(
+        "--memory-mib",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="read into so much, in turn (0)",
+    )
     add("--operations", default="read,write", metavar="A,B", help="default: read,write")
 
 
-def main(args: argparse.Namespace, _: Interrupts) -> int:
+def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the command: 0. Raises HsswapError when it cannot be run or bytes came back wrong."""
     plan = _Plan(args)
     if args.plot is not None:
         from hsswap.commands.plot import check_plot
 
         check_plot(args.plot)
-    report = asyncio.run(_measure(plan))
+    report = interrupts.run(_measure(plan))
     if args.json:
-        print(json.dumps(report, indent=1))
+        say(json.dumps(report, indent=1), sys.stdout)
     if args.plot is not None:
         from hsswap.bench.io_plot import draw
 
@@ -134,8 +153,8 @@ class _Plan:
             raise ArgumentError(f"--backends {unknown[0]} is unknown; known: {', '.join(BACKENDS)}")
         if set(self.backends) == {"memory"}:
             raise ArgumentError("--backends memory: the plain readers need one with files, too")
-        self.blocks_kib = _numbers(args.blocks, QUICK_KIB if args.quick else BLOCKS_KIB, "--blocks")
-        self.depths = _numbers(args.depths, QUICK_DEPTHS if args.quick else DEPTHS, "--depths")
+        self.blocks_kib = args.blocks or (QUICK_KIB if args.quick else BLOCKS_KIB)
+        self.depths = args.depths or (QUICK_DEPTHS if args.quick else DEPTHS)
         names = [operation.value for operation in Operation]
         wanted = args.operations.split(",")
         if unknown := [name for name in wanted if name not in names]:
@@ -143,30 +162,17 @@ class _Plan:
         self.operations = [Operation(name) for name in wanted]
         if args.slices < SLICES_MIN:
             raise ArgumentError(f"--slices {args.slices}: a ratio needs {SLICES_MIN} and more")
-        if args.data_mib < 1:
-            raise ArgumentError(f"--data-mib {args.data_mib}: at least 1")
-        if args.dir is not None and not args.dir.is_dir():
+        if args.dir is not None and not os.path.isdir(args.dir):
             raise ArgumentError(f"--dir {args.dir} is no directory; make it, or name another")
         self.slices: int = args.slices
         self.slice_s = QUICK_SLICE_S if args.quick else SLICE_S
         self.data_bytes = args.data_mib << 20
-        if args.memory_mib < 0:
-            raise ArgumentError(f"--memory-mib {args.memory_mib}: 0, or more")
         self.memory_bytes = args.memory_mib << 20
         self.directory: Path | None = args.dir
         self.out: Path | None = args.out
         self.end = time.monotonic() + args.limit
         self.device_name: str | None = args.device
         self.people = sys.stderr if args.json else sys.stdout
-
-
-def _numbers(text: str | None, default: Sequence[int], name: str) -> list[int]:
-    if text is None:
-        return list(default)
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise ArgumentError(f"{name} {text}: positive numbers with commas between")
-    return [int(part) for part in parts]
 
 
 class _Report:
@@ -198,7 +204,7 @@ class _Report:
         if time.monotonic() < self._plan.end:
             return True
         self.content["left_out"].append(what)
-        print(f"{what}: left out, the time of --limit is over", file=self._plan.people, flush=True)
+        say(f"{what}: left out, the time of --limit is over", self._plan.people)
         return False
 
     def store(self) -> None:
@@ -261,11 +267,10 @@ def whole_segments(blocks: int) -> int:
 async def _turns(plan: _Plan, name: str, place: Path, block_bytes: int) -> Row:
     row = await compare_turns(name, place, block_bytes, plan.data_bytes, plan.slices, plan.slice_s)
     median, low, high = row["of_one_alone"]
-    print(
+    say(
         f"{name}: {row['sequences']} sequences appended in turns, {row['block_kib']} KiB: "
         f"{row['mb_per_s']:.0f} MB/s, {median:.2f} [{low:.2f}, {high:.2f}] of one alone",
-        file=plan.people,
-        flush=True,
+        plan.people,
     )
     return row
 
@@ -304,7 +309,7 @@ async def _compare(
             await arm.close()
     rows = [row_of(arm, found[_key(arm)], operation, block_bytes, depth) for arm in arms]
     readers = {f"c-{engine}": found[f"c-{engine}", "host"] for engine in ENGINES}
-    best = max(readers, key=lambda name: interval_of_median(rates(readers[name])).median)
+    best = max(readers, key=lambda name: Interval.of(rates(readers[name])).median)
     for row, arm, its_lags in zip(rows, ours, lags, strict=False):
         mine = found[_key(arm)]
         row["loop_lag_ms"] = lag_of(its_lags)

@@ -198,7 +198,10 @@ class StoreArm:
         wall, processor = time.perf_counter(), time.process_time()
         self._deadline = wall + seconds
         self._ask(self._take(self._asked))
-        await self._end
+        try:
+            await self._end
+        finally:  # nothing is asked for behind an error or a cancellation
+            self._deadline = 0.0
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
         return Slice(self._operations, wall, processor)
 

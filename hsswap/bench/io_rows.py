@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from hsswap.bench.figures import interval_of_median, percentile
+from hsswap.bench.figures import Interval, percentile
 from hsswap.bench.io_arms import Slice
+from hsswap.commands.output import say
 from hsswap.io.base import Operation
 
 KIB = 1024
@@ -31,15 +32,15 @@ def rates(slices: list[Slice]) -> list[float]:
 def ratio(ours: list[Slice], theirs: list[Slice]) -> list[float]:
     """Median, low and high end of the ratios of the turns."""
     pairs = zip(rates(ours), rates(theirs), strict=True)
-    return [round(value, 3) for value in interval_of_median([a / b for a, b in pairs])]
+    return [round(value, 3) for value in Interval.of([a / b for a, b in pairs])]
 
 
 def row_of(
     arm: Named, slices: list[Slice], operation: Operation, block_bytes: int, depth: int
 ) -> Row:
     """What is reported of one arm."""
-    rate = interval_of_median([block_bytes * rate / 1e6 for rate in rates(slices)])
-    processor = interval_of_median([1e6 * one.processor_s / one.operations for one in slices])
+    rate = Interval.of([block_bytes * rate / 1e6 for rate in rates(slices)])
+    processor = Interval.of([1e6 * one.processor_s / one.operations for one in slices])
     return {
         "arm": arm.name,
         "path": arm.path,
@@ -67,9 +68,9 @@ def print_rows(rows: list[Row], people: TextIO) -> None:
     """The table for people, one part of it."""
     first = rows[0]
     title = f"{first['operation']} {first['block_kib']} KiB, {first['depth']} in flight"
-    print(
+    say(
         f"{title:34}    MB/s  us/block  lag p50/p99 ms  of the reader in C  of one that sums",
-        file=people,
+        people,
     )
     for row in rows:
         lag = row.get("loop_lag_ms")
@@ -80,9 +81,8 @@ def print_rows(rows: list[Row], people: TextIO) -> None:
             of_reader += f"  {summing[0]:.2f} [{summing[1]:.2f}, {summing[2]:.2f}]"
         where = "" if row["memory"] == "host" else f"to {row['memory']}, "
         name = f"  {row['arm']} ({where}{row['path']})"
-        print(
+        say(
             f"{name:34}{row['mb_per_s']:8.0f}{row['processor_us_per_block']:10.1f}"
             f"  {lags:14}  {of_reader}",
-            file=people,
-            flush=True,
+            people,
         )

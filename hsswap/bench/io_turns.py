@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.bench.figures import interval_of_median
+from hsswap.bench.figures import Interval
 from hsswap.bench.io_arms import BenchError, Memory, Slice, dims_of, transfer
 from hsswap.io import BlockIds, BlockStore
 from hsswap.io.base import Operation
@@ -101,7 +101,7 @@ async def compare_turns(
         "block_kib": block_bytes >> 10,
         "sequences": SEQUENCES,
         "blocks_each": blocks,
-        "mb_per_s": round(interval_of_median(rates[together]).median, 1),
-        "alone_mb_per_s": round(interval_of_median(rates[alone]).median, 1),
-        "of_one_alone": [round(value, 3) for value in interval_of_median(ratios)],
+        "mb_per_s": round(Interval.of(rates[together]).median, 1),
+        "alone_mb_per_s": round(Interval.of(rates[alone]).median, 1),
+        "of_one_alone": [round(value, 3) for value in Interval.of(ratios)],
     }

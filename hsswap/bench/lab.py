@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from hsswap import HighSpeedSwap, Sequence
-from hsswap.bench.common import Interval
-from hsswap.bench.figures import SLICES_MIN
+from hsswap.bench.figures import SLICES_MIN, Interval
 from hsswap.bf16 import from_float32
+from hsswap.commands.output import say
 from hsswap.driver.base import AttendAgain, Device, Stream
 from hsswap.driver.cuda_errors import load_driver
 from hsswap.driver.operations import AttendWork, GatherWork
@@ -222,4 +222,4 @@ class Turns:
 
 def tell(text: str) -> None:
     """A line for people."""
-    print(text, file=sys.stderr, flush=True)
+    say(text, sys.stderr)

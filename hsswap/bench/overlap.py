@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from hsswap import HighSpeedSwap, ModelDims, Sequence, SwapConfig
-from hsswap.bench.common import Machine, names_of
+from hsswap.bench.figures import machine
 from hsswap.bench.lab import Lab, Muted, Turns, fill, muted
 from hsswap.bench.lag import LoopLag
 from hsswap.bench.overlap_rows import Row, call_row, lag_row, overlap_row
 from hsswap.commands.interrupts import Interrupts
-from hsswap.commands.places import file_to_write
+from hsswap.commands.option_types import device_name, names_of
+from hsswap.commands.output import save, say
+from hsswap.commands.places import file_to_write, folder_to_make
 
 BLOCK = 16
 MEASURES = ("prefill", "decode", "call", "captured")
@@ -77,12 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="small shapes and few slices: a check, no figures")
     add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
-    add("--device", default="cuda:0", metavar="NAME", help="cuda:N or host (cuda:0)")
-    add("--dir", type=Path, metavar="D", help="where decode's blocks are (the temporary folder)")
+    add(
+        "--device",
+        type=device_name,
+        default="cuda:0",
+        metavar="NAME",
+        help="cuda:N or host (cuda:0)",
+    )
+    add("--dir", type=folder_to_make, metavar="D", help="where decode's blocks are (the temporary "
+        "folder)")  # fmt: skip
     add("--only", metavar="A,B", help=f"only these: {', '.join(MEASURES)}")
 
 
-def main(args: argparse.Namespace, _: Interrupts) -> int:
+def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a floor was missed. Raises HsswapError."""
     wanted = names_of(args.only, MEASURES, "--only")
     sizes = SMALL if args.quick else Sizes()
@@ -91,11 +101,11 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         bench = _Bench(lab, sizes, args.quick, args.dir)
         for name in MEASURES:
             if name in wanted:
-                rows += asyncio.run(getattr(bench, name)())
+                rows += interrupts.run(getattr(bench, name)())
                 if args.out:  # after each: who is told to end has what was measured
-                    args.out.write_text(_report(args, sizes, rows) + "\n")
+                    save(_report(args, sizes, rows), args.out)
     if args.json:
-        print(_report(args, sizes, rows))
+        say(_report(args, sizes, rows), sys.stdout)
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
@@ -105,7 +115,7 @@ def _report(args: argparse.Namespace, sizes: Sizes, rows: list[Row]) -> str:
         "bench": "overlap",
         "quick": bool(args.quick),
         "device": args.device,
-        "machine": Machine.here().as_dict(),
+        "machine": machine(),
         "sizes": asdict(sizes),
         "rows": rows,
     }

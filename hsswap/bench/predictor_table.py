@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from hsswap.commands.output import say
+
 SELECTED = ("docs", "code", "needles-a")
 """Contexts of the means of recall, mass and error, as the numbers to reach were set."""
 
@@ -53,50 +55,52 @@ def _mean(values: list[float]) -> float | None:
 def print_tables(report: Row, people: TextIO) -> None:
     """For people: means, reads, and loss."""
 
-    def say(text: str) -> None:
-        print(text, file=people)
+    def tell(text: str) -> None:
+        say(text, people)
 
     dense = [one for one in report["contexts"] if one["context"] in ANSWERED]
     right = sum(one["dense_digits_right"] for one in dense)
-    say(f"\n{report['model']}, {report['tokens']} tokens; digits: the dense model finds {right}")
-    say(
+    tell(f"\n{report['model']}, {report['tokens']} tokens; digits: the dense model finds {right}")
+    tell(
         f"{'method':42} {'bytes':>6} {'k':>3} {'recall':>7} {'mass':>6} {'error':>6}  "
         "KL (95 %) digits"
     )
     for row in report["means"]:
         cells = [_cell(row[name], 3) for name in ("recall", "mass", "error")]
-        say(
+        tell(
             f"{row['method']:42} {_cell(row['metadata_bytes'], 0):>6} {row['k']:3} "
             f"{cells[0]:>7} {cells[1]:>6} {cells[2]:>6} {_cell(row['kl'], 4):>6} "
             f"({_cell(row['kl_low'], 3)}-{_cell(row['kl_high'], 3)}) "
             f"{_cell(row['digits_right'], 0):>3}/{row['digits']}"
         )
-    say("\nunits read a step and KV head, of those wanted (look-ahead: late, in all)")
+    tell("\nunits read a step and KV head, of those wanted (look-ahead: late, in all)")
     for row in report["reads"]:
         share = row["late"] / row["units_wanted"]
         whole = (row["late"] + row["ahead"]) / row["units_wanted"]
         ahead = f" {whole:6.1%} with look-ahead" if row["look_ahead"] else ""
-        say(f"{row['context']:14} pool {row['pool']}k  {share:6.1%}{ahead}")
-    say("\nshare left out: true, predicted, off for one head, true less predicted (p95), certified")
+        tell(f"{row['context']:14} pool {row['pool']}k  {share:6.1%}{ahead}")
+    tell(
+        "\nshare left out: true, predicted, off for one head, true less predicted (p95), certified"
+    )
     for row in report["left_out"]:
-        say(
+        tell(
             f"{row['context']:14} {row['method']:12} {row['true']:.3f} {row['predicted']:.3f} "
             f"{row['mean_difference']:.3f} {row['true_less_predicted_p95']:.3f} "
             f"{row['certified']:.3f}"
         )
-    say(f"\nnats a token over {report['window']} tokens")
+    tell(f"\nnats a token over {report['window']} tokens")
     for row in report["loss"]:
-        say(f"{row['context']:14} {row['method']:12} {row['nats']:.4f}")
+        tell(f"{row['context']:14} {row['method']:12} {row['nats']:.4f}")
     if report["through_swap"]:
-        say("\nas hsswap generate --mode topk decodes, an eighth of the cache in slots (dense)")
+        tell("\nas hsswap generate --mode topk decodes, an eighth of the cache in slots (dense)")
     for row in report["through_swap"]:
-        say(
+        tell(
             f"{row['context']:14} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats a token, "
             f"KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
         )
 
     if report["not_run"]:
-        say(f"\n{len(report['not_run'])} pieces were not begun within --limit")
+        tell(f"\n{len(report['not_run'])} pieces were not begun within --limit")
 
 
 def _cell(value: float | None, digits: int) -> str:

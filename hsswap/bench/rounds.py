@@ -9,16 +9,15 @@ time of the device between rounds. All arms run in turns, and every run's tokens
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import sys
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hsswap.bench.common import Interval, Machine, names_of
+from hsswap.bench.figures import Interval, machine
 from hsswap.bench.lab import Turns, tell
 from hsswap.bench.rounds_arms import (
     PLAIN,
@@ -38,6 +37,8 @@ from hsswap.bench.rounds_arms import (
 from hsswap.bench.rounds_host import HostEngine
 from hsswap.commands.generate import load_model
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import count, counts, device_name, named, names_of
+from hsswap.commands.output import save, say
 from hsswap.commands.places import file_to_write
 from hsswap.errors import ArgumentError
 from hsswap.models import Llama, LlamaConfig, Tokenizer, default_model_path, open_gguf
@@ -46,6 +47,8 @@ from hsswap.rounds import Acceptance, SequenceStart
 
 Row = dict[str, Any]
 BATCHES = (1, 4, 16)
+MOST_SEQUENCES = 1024
+"""Of a batch: more of them than any GPU decodes at a time."""
 SMALL = LlamaConfig(
     layers=3, width=64, q_heads=4, kv_heads=2, head_dim=16, ffn_width=96, rope_base=1e4,
     rope_dims=16, rope_factor=1.0, rms_eps=1e-5, context_tokens=1024, vocab_size=40,
@@ -81,62 +84,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     add("--quick", action="store_true", help="a small model and few turns: a check, no figures")
     add("--out", type=file_to_write, metavar="F", help="also write the JSON object to a file")
-    add("--device", default="host", metavar="NAME", help="host or cuda:N (host)")
-    add("--model", type=Path, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
-    add("--batch", default=",".join(map(str, BATCHES)), metavar="N,N", help="sequences (1,4,16)")
+    add("--device", type=device_name, default="host", metavar="NAME", help="host or cuda:N (host)")
+    add("--model", type=named, metavar="M.gguf", help="a GGUF (SmolLM2-135M-Instruct)")
+    add("--batch", type=counts, default=list(BATCHES), metavar="N,N", help="sequences (1,4,16)")
     add("--texts", default=",".join(TEXTS), metavar="A,B", help="prompts (code,prose)")
     add("--ways", metavar="A,B", help="only these: " + ", ".join(way.name for way in WAYS))
-    add("--draft", type=int, default=4, metavar="K", help="drafts a round (4)")
-    add("--tokens", type=int, default=48, metavar="N", help="tokens of each sequence a run (48)")
-    add("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt (128)")
+    add("--draft", type=count, default=4, metavar="K", help="drafts a round (4)")
+    add("--tokens", type=count, default=48, metavar="N", help="tokens of each sequence a run (48)")
+    add("--prompt", type=count, default=128, metavar="N", help="tokens of a prompt (128)")
 
 
-def main(args: argparse.Namespace, _: Interrupts) -> int:
+def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Measure. Returns 0, or 1 where a floor of R1 is missed on a GPU; raises VerifyError for wrong
     tokens.
     """
-    batches, names = _numbers(args.batch), names_of(args.texts, list(TEXTS), "--texts")
+    names = names_of(args.texts, list(TEXTS), "--texts")
     chosen = names_of(args.ways, [way.name for way in WAYS], "--ways")
     ways = [way for way in WAYS if way.name in chosen]
-    for name in ("draft", "tokens", "prompt"):
-        if (value := getattr(args, name)) < 1:
-            raise ArgumentError(f"--{name} is {value}; 1 and more")
+    if max(args.batch) > MOST_SEQUENCES:
+        raise ArgumentError(f"--batch has {max(args.batch)}; {MOST_SEQUENCES} sequences at most")
     model: Any
     texts: dict[str, list[int]]
     if args.quick and args.device == "host":
+        if args.model is not None:
+            raise ArgumentError("--quick on the host takes a small model; leave --model out")
         model = small_model()
         texts = {name: list(range(SMALL.vocab_size)) * 4 for name in names}
     else:
         file = open_gguf(args.model or default_model_path())
         model, tokenizer = load_model(file, args.device), Tokenizer.from_gguf(file)
         texts = {name: tokenizer.encode(TEXTS[name]) for name in names}
+    longest, context = args.prompt + args.tokens + args.draft, model.config.context_tokens
+    if longest > context:
+        raise ArgumentError(
+            f"--prompt, --tokens and --draft come to {longest} and the model's context is {context}"
+        )
     rows: list[Row] = []
-    for batch in batches:
+    for batch in args.batch:
         for name, text in texts.items():
             prompts = prompts_of(text, batch, args.prompt)
             measured = _measure(
                 args.device, model, prompts, args.tokens, args.draft, ways=ways, quick=args.quick
             )
-            rows += [{"text": name, **row} for row in asyncio.run(measured)]
+            rows += [{"text": name, **row} for row in interrupts.run(measured)]
             if args.out:  # as it grows: a long run may be cut
                 _write(args, rows)
     result = _result(args, rows)
     if args.out:
         _write(args, rows)
     if args.json:
-        print(json.dumps(result, indent=1))
+        say(json.dumps(result, indent=1), sys.stdout)
     return 0 if all(row["passed"] for row in rows) else 1
 
 
 def _write(args: argparse.Namespace, rows: list[Row]) -> None:
-    args.out.write_text(json.dumps(_result(args, rows), indent=1) + "\n")
+    save(json.dumps(_result(args, rows), indent=1), args.out)
 
 
 def _result(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
     return {
         "bench": "rounds",
         "quick": bool(args.quick),
-        "machine": Machine.here().as_dict(),
+        "machine": machine(),
         "device": args.device,
         "k": args.draft,
         "tokens": args.tokens,
@@ -202,7 +211,7 @@ def _row(name: str, batch: int, turns: Turns, told: Told, idle: Idle | None) -> 
     row: Row = {
         "arm": name,
         "batch": batch,
-        "tokens_per_s": _plain(rate),
+        "tokens_per_s": rate._asdict(),
         "device_us_per_round": None if idle is None else idle.round_us,
         "device_idle": None if idle is None else idle.share,
         "host_us_per_token": 1e6 * told.host_s / told.tokens,
@@ -211,7 +220,7 @@ def _row(name: str, batch: int, turns: Turns, told: Told, idle: Idle | None) -> 
     }
     for other in {"plain", "eager", "read-back"} & set(turns.seconds):
         ratio = turns.of_turns(lambda other=other, **s: s[other] / s[name])
-        row[f"against_{other.replace('-', '_')}"] = _plain(ratio)
+        row[f"against_{other.replace('-', '_')}"] = ratio._asdict()
     against = ", ".join(
         f"{row[key]['median']:.3f}x {key[8:]}" for key in sorted(row) if key.startswith("against_")
     )
@@ -232,20 +241,6 @@ def _holds(row: Row) -> bool:
         and row.get("against_eager", {"low": 2.0})["low"] >= 2.0
         and row["device_idle"] <= 0.02
     )
-
-
-def _plain(interval: Interval) -> dict[str, float]:
-    return {"median": interval.median, "low": interval.low, "high": interval.high}
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ArgumentError(f"--batch is {text!r}; give numbers of sequences: 1,4,16")
-    return numbers
 
 
 def small_model(config: LlamaConfig = SMALL) -> Llama:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from hsswap.bench.cases import BLOCK_SIZE, Case, make_inputs, tensor_from
-from hsswap.bench.common import Interval
-from hsswap.bench.figures import SLICES_MIN
+from hsswap.bench.figures import SLICES_MIN, Interval
 from hsswap.bench.planted_codes import PLANES, make_codec, make_codes, make_queries
 from hsswap.config import LayerGroup
 from hsswap.driver.base import Device, Graph, Stream
@@ -350,10 +349,10 @@ def _measure(
         "id": "A3",
         "name": row.name,
         **asdict(row),
-        "ours_us": asdict(took),
+        "ours_us": took._asdict(),
         "best": dense[0],
-        "baseline_us": asdict(dense_took),
-        "ratio": asdict(ratio),
+        "baseline_us": dense_took._asdict(),
+        "ratio": ratio._asdict(),
         "link_us": link,
         "parts_us": {name: sorted(t.run_us(2) for _ in range(5))[2] for name, t in parts.items()},
         "slices": slices,

@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from hsswap.commands.interrupts import Interrupts
+from hsswap.commands.option_types import named
+from hsswap.commands.output import say
 from hsswap.io.checking import Report, check_store
 
 BAD_SHOWN = 100
@@ -18,7 +19,7 @@ BAD_SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything ``hsswap fsck`` takes."""
     parser.add_argument(
-        "directory", type=Path, metavar="D", help="the directory of the store, or its first one"
+        "directory", type=named, metavar="D", help="the directory of the store, or its first one"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout and nothing else"
@@ -32,9 +33,9 @@ def main(args: argparse.Namespace, _: Interrupts) -> int:
     """
     report = check_store(args.directory)
     if args.json:
-        print(json.dumps({"ok": report.ok, **asdict(report)}), flush=True)
+        say(json.dumps({"ok": report.ok, **asdict(report)}), sys.stdout)
     for line in () if args.json else lines_of(report):
-        print(line, file=sys.stdout, flush=True)
+        say(line, sys.stdout)
     return 0 if report.ok else 1
 
 

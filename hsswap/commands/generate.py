@@ -18,7 +18,6 @@ from hsswap.commands.decoding import Decoder, Model, Run, SwapAttention, count_a
 from hsswap.commands.generate_args import GenerateOptions, prompt_name, read_prompt
 from hsswap.commands.interrupts import Interrupts
 from hsswap.commands.output import TextOutput, say
-from hsswap.commands.places import check_store_folder
 from hsswap.commands.planning import Plan, make_plan
 from hsswap.commands.plot import check_plot, draw
 from hsswap.commands.progress import Progress
@@ -71,8 +70,6 @@ class Job:
             raise ArgumentError("--verify compares with K and V of one run; leave --persist out")
         if options.speculate is not None:
             check_speculation(options)
-        if options.directory is not None:
-            check_store_folder(options.directory)
         text = read_prompt(options.prompt_file)
         file = open_gguf(options.model or default_model_path())
         config = read_config(file)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsswap.commands.option_types import count, device_name, named
+from hsswap.commands.places import folder_to_make
 from hsswap.errors import ArgumentError
 
 MODES = ("exact", "topk")
@@ -114,25 +116,25 @@ class GenerateOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything ``hsswap generate`` takes."""
     add = parser.add_argument
-    add("--prompt-file", type=Path, required=True, metavar="F", help="the prompt, UTF-8; - is "
+    add("--prompt-file", type=named, required=True, metavar="F", help="the prompt, UTF-8; - is "
         "standard input")  # fmt: skip
-    add("--tokens", type=_count, default=64, metavar="N", help="tokens to make (64)")
+    add("--tokens", type=count, default=64, metavar="N", help="tokens to make (64)")
     add("--mode", choices=MODES, default="exact", help=MODE_HELP)
-    add("--slots", type=_count, metavar="N", help=SLOTS_HELP)
-    add("--host-slots", type=_count, metavar="N", help=HOST_SLOTS_HELP)
-    add("--dir", dest="directory", type=Path, metavar="D", help=DIRECTORY_HELP)
+    add("--slots", type=count, metavar="N", help=SLOTS_HELP)
+    add("--host-slots", type=count, metavar="N", help=HOST_SLOTS_HELP)
+    add("--dir", dest="directory", type=folder_to_make, metavar="D", help=DIRECTORY_HELP)
     add("--persist", action="store_true", help=PERSIST_HELP)
     add("--speculate", choices=DRAFTERS, help=SPECULATE_HELP)
-    add("--draft", type=_count, metavar="K", help=f"drafts a round ({DRAFT_ROUNDS})")
-    add("--rounds", type=_count, metavar="M", help=f"rounds a burst ({DRAFT_ROUNDS}); its text "
+    add("--draft", type=count, metavar="K", help=f"drafts a round ({DRAFT_ROUNDS})")
+    add("--rounds", type=count, metavar="M", help=f"rounds a burst ({DRAFT_ROUNDS}); its text "
         "comes behind it")  # fmt: skip
-    add("--device", type=_device, default="host", help="host or cuda:N (host)")
-    add("--model", type=Path, metavar="M.gguf", help=MODEL_HELP)
+    add("--device", type=device_name, default="host", help="host or cuda:N (host)")
+    add("--model", type=named, metavar="M.gguf", help=MODEL_HELP)
     add("--no-look-ahead", dest="look_ahead", action="store_false", help=LOOK_AHEAD_HELP)
     add("--kv-dtype", choices=KV_DTYPES, default="bf16", help=KV_DTYPE_HELP)
     add("--io", choices=BackendNames(), metavar="NAME", default="auto", help=IO_HELP)
     add("--verify", action="store_true", help=VERIFY_HELP)
-    add("--plot", type=Path, metavar="F.png", help="draw where each token's blocks came from")
+    add("--plot", type=named, metavar="F.png", help="draw where each token's blocks came from")
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
 
 
@@ -157,24 +159,4 @@ def read_prompt(path: Path) -> str:
         ) from error
     if not text.strip():
         raise ArgumentError(f"{name} is empty; write the text to continue into it")
-    return text
-
-
-def _count(text: str) -> int:
-    """An integer of 1 and more."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
-
-
-def _device(text: str) -> str:
-    kind, _, number = text.partition(":")
-    if text != "host" and not (kind == "cuda" and number.isascii() and number.isdigit()):
-        raise argparse.ArgumentTypeError(
-            f"device {text!r} is unknown; known: host, cuda:N (N from 0)"
-        )
     return text

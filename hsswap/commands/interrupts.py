@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,6 +41,7 @@ class Interrupts:
         self._is_held = False
         self._number = 0
         self._is_raised = False
+        self._tell: Callable[[], object] | None = None  # that a signal came, while held
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -73,6 +76,30 @@ class Interrupts:
             self._is_held = False
         self.check()
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """``asyncio.run(work)``, which a signal cancels; it is raised once everything is closed.
+
+        Raised at once it would come between any two lines of the loop's callbacks, and what waits
+        for those would never end.
+        """
+        import asyncio
+
+        async def cancellable() -> T:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._tell = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                return await work
+            finally:
+                self._tell = None
+
+        with self.held():
+            try:
+                return asyncio.run(cancellable())
+            except asyncio.CancelledError:
+                self.check()
+                raise
+
     def check(self) -> None:
         """Raise the signal that came, if there is one.
 
@@ -87,6 +114,8 @@ class Interrupts:
             return  # everything is being closed already
         first, self._number = self._number, self._number or number
         if self._is_held and not first:
+            if self._tell is not None:
+                self._tell()
             return
         self._is_raised = True
         raise Interrupted(self._number)

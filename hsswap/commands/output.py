@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from hsswap.errors import HsswapError
@@ -29,6 +30,14 @@ def say(text: str, to: TextIO, *, end: str = "\n") -> None:
     except UnicodeEncodeError as error:
         remedy = "set PYTHONIOENCODING=utf-8"
         raise OutputError(f"{error.encoding} has not all of its letters; {remedy}") from error
+
+
+def save(text: str, path: Path) -> None:
+    """Write ``text`` and a last newline into a file. Raises OutputError."""
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}") from error
 
 
 def open_standard_streams() -> None:

@@ -65,7 +65,7 @@ def check_store(path: Path) -> Report:
     Raises ConfigError when there is none or it cannot be read, StoreLocked while somebody has it
     open, BlockIOError when the drive fails in another place than a block.
     """
-    if not (path / MANIFEST_NAME).is_file():
+    if not os.path.isfile(path / MANIFEST_NAME):  # False also for a name that is too long
         raise ConfigError(f"{path} holds no persistent store: it has no {MANIFEST_NAME}")
     with _locked(path), _mapped(f"checking {path}"):
         manifest = _manifest(path)

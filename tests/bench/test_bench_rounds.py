@@ -69,13 +69,8 @@ async def test_wrong_tokens_are_no_figure() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--batch", "0"),
-        ("--batch", "two"),
         ("--ways", "stream,backwards"),
         ("--texts", "code,verse"),
-        ("--draft", "0"),
-        ("--tokens", "0"),
-        ("--prompt", "-4"),
     ],
 )
 def test_refusals(more: tuple[str, str]) -> None:
