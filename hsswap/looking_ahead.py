@@ -23,6 +23,7 @@ from hsswap.driver.operations import SelectWork, UnitCache
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import HsswapError
+from hsswap.forked import awaited
 from hsswap.predictor import Predictor, ScoreRequest
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I64
@@ -109,7 +110,7 @@ async def _probable(
     swap: SwapState, stream: Stream, ranked: TopKLayer, query: Tensor, full: I64
 ) -> I64:
     """Which of the full blocks would be read for one query row ``[Q, dk]``: their places."""
-    found: asyncio.Future[I64] = asyncio.get_running_loop().create_future()
+    found: asyncio.Future[I64] = awaited(asyncio.get_running_loop().create_future())
     with swap.lock:
         swap.check_open()
         assert swap.predictor is not None  # a sequence with top-k has one

@@ -9,6 +9,8 @@ from concurrent.futures import Executor
 from threading import Lock
 from typing import TypeVar
 
+from hsswap.forked import awaited
+
 QUIET_ATTEMPTS, QUIET_PAUSE_S = 200, 0.05
 """How often a full stream is asked for room for an event: 10 seconds."""
 
@@ -41,6 +43,12 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._run)
             except RuntimeError:  # the loop was closed; a device's thread must not die of it
                 self._closed = True
+
+    def in_child(self) -> None:
+        """In a fork: drop everything, it is the parent's work."""
+        self._lock = Lock()
+        self._closed = True
+        self._messages.clear()
 
     def close(self) -> None:
         """Drop what is posted from now on; what was posted before still runs."""
@@ -83,7 +91,7 @@ async def in_thread(
     cancellation lost.
     """
     loop = asyncio.get_running_loop()
-    future = loop.run_in_executor(executor, work)
+    future = awaited(loop.run_in_executor(executor, work))
     try:
         await insist(lambda: asyncio.wait([future]))
     except asyncio.CancelledError:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, HsswapError, StaleBlockId
+from hsswap.forked import awaited
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
 from hsswap.loads import Leased, Load, Loaded
@@ -273,7 +274,7 @@ class Prefetcher:
             with self._lock:
                 if condition():
                     return
-                changed = asyncio.get_running_loop().create_future()
+                changed = awaited(asyncio.get_running_loop().create_future())
                 self._changed.append(changed)
             await changed
 
@@ -307,7 +308,7 @@ class Prefetcher:
         with self._lock:
             if not self._waiters and admit():
                 return
-            waiter = _Waiter(blocks, admit, asyncio.get_running_loop().create_future())
+            waiter = _Waiter(blocks, admit, awaited(asyncio.get_running_loop().create_future()))
             self._waiters.append(waiter)
         self.pump()
         try:

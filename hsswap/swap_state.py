@@ -127,7 +127,9 @@ class SwapState:
 
     def _in_child(self) -> None:
         self.closed = self.is_inherited = True
-        self.lock = RLock()  # another thread may have held it
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may hold it
+        self.mailbox.in_child()
+        self.prefetcher.close()  # what is under way ends there: none of it may be gone on with
 
     def pool_of(self, layer: int) -> GroupPool:
         """The slots of a layer's group."""
@@ -269,7 +271,6 @@ class SwapState:
 
     def _start(self) -> None:
         """Bind to the running loop."""
-        watch(self, SwapState._in_child)
         self._loop = asyncio.get_running_loop()
         self.mailbox = Mailbox(self._loop)
         self.prefetcher = Prefetcher(self._store, self.lock, self.counters, self._starved)
@@ -277,6 +278,7 @@ class SwapState:
             self._store, self.lock, self.counters, self.mailbox, self.prefetcher.pump_soon
         )
         self.retiring = Retiring(self, self._store, self._pools)
+        watch(self, SwapState._in_child)
 
     def _starved(self) -> HsswapError | None:
         for pool in self._pools:  # what is held in any of them would look as if it came back

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hsswap.driver.base import Event
 from hsswap.errors import DeviceError, HsswapError, OutOfSlots
+from hsswap.forked import awaited
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
 from hsswap.loop import Mailbox
@@ -227,7 +228,7 @@ class WriteBehind:
             with self._lock:
                 if self._is_idle(epoch):
                     return
-                idle = asyncio.get_running_loop().create_future()
+                idle = awaited(asyncio.get_running_loop().create_future())
                 self._idle.append((epoch, idle))
             await idle
 

@@ -78,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "predictor": (*PLAIN, *CONTRACTS, "predictor"),
     "resident_table": (*PLAIN, *CONTRACTS, "tiers"),
     "tiers": (*PLAIN, *CONTRACTS, "tiers"),
-    "loop": ("loop",),
+    "loop": ("forked", "loop"),
     "pools": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),
     "loads": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),
     "prefetch": (*PLAIN, *CONTRACTS, *DECIDING, "io", *WAITING),

@@ -149,6 +149,70 @@ if who == "child":
     os._exit(0)
 """
 
+PENDING = """
+# What is awaited when the parent forks: a stream that does not go on keeps all of it waiting.
+import threading
+
+async def start():
+    three = replace(config_for(case, sequences=3), directory=place, persist=True, io=sys.argv[2])
+    swap = await HighSpeedSwap.create(three)
+    sequence, other, reads = swap.sequence(), swap.sequence(), swap.sequence()
+    for each in part(0, 500):
+        await sequence.append(*each)
+        await reads.append(*each)
+    await swap.flush()
+    gate = threading.Event()
+    swap.stream_of(None).enqueue("waits", lambda work, scratch: gate.wait(), None)
+    for layer, keys, values in part(0, 32):
+        await other.append(layer, keys, values)
+    result = await other.attend(0, case.queries[0][:32])
+    tasks = [
+        asyncio.create_task(call)
+        for call in (
+            result.done(), swap.flush(), sequence.commit(rows), other.close(),
+            reads.attend(0, case.queries[0][490:500]),
+        )
+    ]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return swap, sequence, gate, result, tasks
+
+loop = asyncio.new_event_loop()
+swap, sequence, gate, result, tasks = loop.run_until_complete(start())
+
+async def expect(call):
+    try:
+        await call
+    except ClosedError as error:
+        assert "fork of the one that opened" in str(error), error
+        return 1
+    return 0
+
+async def all_of():
+    return [await expect(task) for task in tasks]
+
+sys.stdout.flush()
+if not os.fork():
+    signal.alarm(20)
+    assert loop.run_until_complete(all_of()) == [1] * 5
+    assert asyncio.run(expect(result.done())) == 1
+    refused(result.synchronize)
+    refused(swap.stream_of(None).synchronize)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+gate.set()
+
+async def end():
+    for task in tasks[:4]:
+        await task
+    await (await tasks[4]).done()
+    assert await sequence.commit(rows) == 496
+    await swap.close()
+
+loop.run_until_complete(end())
+loop.close()
+"""
+
 LOCK = """
 # The parent is killed, the child lives on: the directory is free.
 reading, writing = os.pipe()
@@ -173,7 +237,9 @@ os.write(holding, b"1")
 
 @pytest.mark.parametrize("io", ["posix", "uring"])
 @pytest.mark.parametrize(
-    "body", [BLOCKING, BUSY, AWAITED, LOCK], ids=["blocking", "busy", "awaited", "lock"]
+    "body",
+    [BLOCKING, BUSY, AWAITED, PENDING, LOCK],
+    ids=["blocking", "busy", "awaited", "pending", "lock"],
 )
 def test_a_fork_beside_an_open_swap(body: str, io: str, tmp_path: Path) -> None:
     ended = subprocess.run(

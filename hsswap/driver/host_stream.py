@@ -9,11 +9,10 @@ switch interval, 5 ms.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
@@ -22,8 +21,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hsswap.driver.base import Event, Graph, Stream
+from hsswap.driver.host_events import Failure, HostEvent
 from hsswap.driver.host_memory import Scratch
 from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
+from hsswap.forked import REFUSED, watch
 
 QUEUE_LIMIT = 16384
 """Operations. A token of a 30-layer model enqueues about 200: 80 tokens that nobody waited for."""
@@ -33,84 +34,6 @@ QUEUE_LIMIT = 16384
 _handles = count(0x1000)
 
 W = TypeVar("W")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a stream stopped. Every waiter raises an error of its own: tracebacks are not shared."""
-
-    message: str
-    cause: BaseException
-
-    def error(self) -> DeviceError:
-        """A new error to raise."""
-        error = DeviceError(self.message)
-        error.__cause__ = self.cause
-        return error
-
-
-class HostEvent(Event):
-    """A point in a stream's queue. Made by :meth:`HostStream.record`."""
-
-    __slots__ = ("_callbacks", "_done", "_failure", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._done = False
-        self._failure: Failure | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def finish(self, failure: Failure | None) -> None:
-        """Mark the point as reached and call who waits. Only the stream's worker calls this."""
-        with self._lock:
-            self._failure = failure
-            self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def is_done(self) -> bool:
-        """Whether all work before the point has run; raises DeviceError when it failed."""
-        if not self._done:
-            return False
-        if self._failure is not None:
-            raise self._failure.error()
-        return True
-
-    def call_when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` on the worker, or here and now if the point was reached."""
-        with self._lock:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the point is reached; raises DeviceError on failure."""
-        if not self._done:
-            reached = threading.Lock()
-            reached.acquire()
-            self.call_when_done(reached.release)
-            reached.acquire()
-        self.is_done()
-
-    async def wait(self) -> None:
-        """Wait on the running loop; raises DeviceError on failure. Cancelling changes nothing."""
-        if not self._done:
-            loop = asyncio.get_running_loop()
-            reached: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not reached.done():  # else the wait was cancelled
-                    reached.set_result(None)
-
-            def hand_over() -> None:
-                with suppress(RuntimeError):  # the loop of a cancelled wait may be closed by now
-                    loop.call_soon_threadsafe(wake)
-
-            self.call_when_done(hand_over)
-            await reached
-        self.is_done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +165,7 @@ class _Worker:
         self.handle = next(_handles)
         self.name = f"hsswap-stream-{self.handle}"
         self.closed = False
+        self._why_closed = "is closed; make a new stream"
         self.failure: Failure | None = None
         self.scratch = Scratch()
         self.recording: HostGraph | None = None
@@ -250,12 +174,17 @@ class _Worker:
         # A daemon: a stream that was never closed must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
+        watch(self, _Worker._in_child)
+
+    def _in_child(self) -> None:
+        self._lock = threading.Lock()
+        self.closed, self._why_closed = True, f"has no thread here: {REFUSED}"
 
     def put(self, item: Callable[[_Worker], None]) -> None:
         """Enqueue; raises ClosedError after :meth:`stop`, DeviceError when the queue is full."""
         with self._lock:
             if self.closed:
-                raise ClosedError(f"{self.name} is closed; make a new stream")
+                raise ClosedError(f"{self.name} {self._why_closed}")
             if self.recording is not None:
                 if not isinstance(item, _Run):
                     raise CaptureError(

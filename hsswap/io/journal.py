@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsswap.errors import ClosedError, HsswapError
+from hsswap.forked import awaited
 from hsswap.io.base import BlockIO, IOFile
 from hsswap.io.contents import Contents
 from hsswap.io.ids import BlockIds
@@ -175,8 +176,7 @@ class Journal:
         """
         if self._closed:
             raise ClosedError("the store is closed; open it again")
-        flush = self._loop.create_future()
-        self._flushes.append(flush)
+        self._flushes.append(flush := awaited(self._loop.create_future()))
         self._start()
         await flush
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from hsswap.forked import awaited
 from hsswap.io.runs import BlockRun
 
 
@@ -53,7 +54,7 @@ class Tickets:
     async def until_now(self) -> None:
         """Wait for the end of every write that has begun."""
         if self._open:
-            future = asyncio.get_running_loop().create_future()
+            future = awaited(asyncio.get_running_loop().create_future())
             self._waiting.append((self._last, future))
             await future
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hsswap.forked import watch
 from hsswap.io import uring_abi as abi
 
 _SQE = Struct("<5Q")  # the words behind stay zero
@@ -98,9 +99,13 @@ class Ring:
             self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             number = np.array([self.event], np.int32)
             self._must(abi.REGISTER_EVENTFD, number, "registering an eventfd")
+            watch(self, Ring._in_child)
         except BaseException:
             self.close()
             raise
+
+    def _in_child(self) -> None:
+        self._ring = -1  # a child that takes out what has ended takes it from its parent
 
     def _set_up(self, entries: int) -> None:
         if platform.machine() not in PROCESSORS:
