@@ -267,7 +267,7 @@ class Capturing(Reusing):
         kept = max(before.ids, swap.config.dims.blocks_of(length))
         ids = self.ids[kept:]
         self._set_ids(self.ids[:kept])
-        swap.retiring.later(ids, unused, event)
+        swap.retiring.later(self.number, ids, unused, event)
         swap.counters.appended_tokens += length - began_at
 
     def _give_up(self, held: list[Held], overs: list[Handover], written: int) -> None:

@@ -238,7 +238,8 @@ class NamedCalls(NamedIds):
         try:
             if named.resident[layer, index] >= 0:
                 behind = self._behind_all_uses()
-                self.retiring.later(NO_IDS, [self._take_resident(layer, index)], behind)
+                unused = [self._take_resident(layer, index)]
+                self.retiring.later("ids", NO_IDS, unused, behind)
             resident = pool.take_resident(blocks.group_layer) if full else None
             if resident is not None:
                 named.resident[layer, index] = resident

@@ -194,7 +194,7 @@ class Reshaping(SequenceState):
                 self._reservation.abandon()
             dropped = self.ids[keep:]
             self._set_ids(self.ids[:keep])
-            self._swap.retiring.later(dropped, freed, self._last[1])
+            self._swap.retiring.later(self.number, dropped, freed, self._last[1])
 
     def _cut_layer(self, cut: Cut, host_slots: I32 | None, stream: Stream) -> Resident:
         """Cut one layer; ``host_slots`` ``[1]`` is leased and holds the block that is reopened."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,17 +47,19 @@ class Retiring:
         self._ids = store.ids
         self._pools = pools
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pending = 0
+        self._last = 0
+        self._on_their_way: dict[int, Hashable] = {}  # who let go, by number
 
     @property
-    def pending(self) -> bool:
-        """Whether something is on its way back."""
-        return self._pending > 0
+    def on_their_way(self) -> frozenset[int]:
+        """What is on its way back now: a number for each call of :meth:`later`."""
+        return frozenset(self._on_their_way)
 
-    def later(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
+    def later(self, owner: Hashable, ids: I64, slots: list[Resident], last_use: Event) -> None:
         """Give these back behind ``last_use``, without waiting for it. Under the swap's lock."""
-        self._pending += 1
-        self._swap.mailbox.post(lambda: self._begin(ids, slots, last_use))
+        number = self._last = self._last + 1
+        self._on_their_way[number] = owner
+        self._swap.mailbox.post(lambda: self.keep(self._retire(number, ids, slots, last_use)))
 
     async def now(self, ids: I64, free: Callable[[], None]) -> None:
         """Wait until nothing uses the ids, drop them and call ``free()`` under the lock.
@@ -79,9 +81,15 @@ class Retiring:
             free()
         swap.prefetcher.pump()
 
-    async def settle(self) -> None:
-        """Wait until what is on its way back now has arrived."""
-        await self._swap.prefetcher.until(lambda: self._swap.closed or not self._pending)
+    async def one_of(self, numbers: frozenset[int]) -> None:
+        """Wait until one of these has arrived, whatever else is on its way."""
+        swap = self._swap
+        await swap.prefetcher.until(lambda: swap.closed or not numbers <= self._on_their_way.keys())
+
+    async def settle(self, owner: Hashable) -> None:
+        """Wait until all has arrived that its owner let go; others' may take for ever."""
+        swap = self._swap
+        await swap.prefetcher.until(lambda: swap.closed or owner not in self._on_their_way.values())
 
     async def ended(self) -> None:
         """Wait for the tasks of a swap that is being closed."""
@@ -98,10 +106,7 @@ class Retiring:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
-        self.keep(self._retire(ids, slots, last_use))
-
-    async def _retire(self, ids: I64, slots: list[Resident], last_use: Event) -> None:
+    async def _retire(self, number: int, ids: I64, slots: list[Resident], last_use: Event) -> None:
         with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
             await last_use.wait()
 
@@ -112,8 +117,8 @@ class Retiring:
         try:
             await self.now(ids, free)
         finally:
-            self._pending -= 1
-        self._swap.prefetcher.pump()  # tells who waits in settle()
+            del self._on_their_way[number]
+        self._swap.prefetcher.pump()  # tells who waits for it
 
     def _alone(self, ids: I64) -> I64:
         """The indices of those ids that nobody else holds."""

@@ -86,7 +86,7 @@ class Sequence(LookingAhead):
             try:
                 rows = self._check_rows(layer, keys, values)
             except OutOfBlocks:
-                if self._swap.retiring.pending:
+                if self._swap.retiring.on_their_way:
                     return False  # ids that a truncate let go are on their way back
                 raise
             filled = self._filled_by(rows)

@@ -248,14 +248,17 @@ class SequenceState:
             self._swap.call_behind(self._last[1], behind)
 
     async def _when_room(self, take: Callable[[], T]) -> T:
-        """``take()``; if ids are too few, once more when those on their way are back."""
-        try:
-            return take()
-        except OutOfBlocks:
-            if not self._swap.retiring.pending:
-                raise
-        await self._swap.retiring.settle()
-        return take()
+        """``take()``; if ids are too few, again when some come back that are on their way now."""
+        coming = self._swap.retiring.on_their_way
+        while True:
+            try:
+                return take()
+            except OutOfBlocks:
+                coming &= self._swap.retiring.on_their_way
+                if not coming:
+                    raise
+            await self._swap.retiring.one_of(coming)
+            self._swap.check_open()
 
     def _plan(self, ahead: list[Blocks]) -> None:
         """On the loop. A closed sequence plans no more: its ids may be another's by now."""

@@ -386,5 +386,30 @@ async def test_a_plan_made_before_a_cut_reads_nothing_of_its_new_owner() -> None
         await other.append([*range(300, 830)])
         await other.check()
         await other.sequence.close()
-        await swap.retiring.settle()
+        await swap.retiring.settle(branch.sequence.number)
         assert swap.statistics().host_slots_used == 0
+
+
+async def test_what_others_let_go_is_not_waited_for() -> None:
+    """A close, and an append for want of ids: behind what came back, not behind a stream that runs
+    nothing, nor behind whatever others let go meanwhile.
+    """
+    async with watched(config_for(CASE, sequences=3, capacity=1440, extra_host=150)) as swap:
+        branches = [Branch(swap.sequence(), CASE) for _ in range(3)]
+        for branch, rows in zip(branches, (600, 100, 600), strict=True):
+            await branch.append([*range(rows)])
+        await swap.flush()
+        stuck = Stuck(swap)
+        await branches[0].sequence.truncate(500, stream=stuck.stream)
+        try:
+            await within(branches[1].sequence.close)
+            await branches[2].append([*range(600, 800)])
+            await branches[2].truncate(300)
+            assert swap.statistics().free_blocks == 2
+            await within(lambda: branches[2].append([*range(500, 900)]))
+            await branches[2].check()
+            assert swap.retiring.on_their_way
+        finally:
+            stuck.go()
+        await within(branches[0].sequence.close)
+        await asyncio.to_thread(stuck.stream.close)

@@ -121,7 +121,7 @@ async def test_what_was_taken_for_the_steps_and_not_used_comes_back(
                 step(row)
             assert swap.statistics().free_blocks < before.free_blocks or reserved == 100
             steps.finish(263 + kept)
-        await swap.retiring.settle()
+        await swap.retiring.settle(branch.sequence.number)
         filled = (263 + kept) // 16 - 263 // 16
         left = [max(0, count - filled) for count in held]
         assert branch.sequence._reservation.counts() == left

@@ -135,7 +135,7 @@ async def test_a_cut_lets_go_of_what_is_cut_away(length: int) -> None:
         for _ in range(3):
             await other.check(1)
         await branch.truncate(length)
-        await swap.retiring.settle()
+        await swap.retiring.settle(branch.sequence.number)
         assert await held(swap) == in_no_device_slot(other.sequence) > 50
         await branch.append([*range(100, 140)])
         await branch.check(1)

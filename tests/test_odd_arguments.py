@@ -168,7 +168,7 @@ async def test_calls_of_a_sequence(name: str, argument: str, top_k: TopK | None)
             if not was_refused and not isinstance(given, Sequence) and hasattr(given, "done"):
                 await given.done()
             await sequence.close()
-            await swap.retiring.settle()
+            await swap.retiring.settle(sequence.number)
 
 
 def steps_calls() -> dict[str, dict[str, Any]]:
