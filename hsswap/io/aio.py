@@ -1,4 +1,4 @@
-"""Linux's old asynchronous I/O: a thread starts many direct reads in one call and waits for all.
+"""Linux's old asynchronous I/O: a thread starts many direct transfers in one call, waits for all.
 
 Containers that forbid io_uring allow it. Only with direct I/O does it start anything without
 waiting for it. After linux/aio_abi.h and man 2 io_submit::
@@ -7,8 +7,8 @@ waiting for it. After linux/aio_abi.h and man 2 io_submit::
     0  data                                              data u64 | obj u64 | res s64 | res2 s64
     1  key u32 | rw_flags u32
     2  opcode u16 | priority s16 | descriptor u32
-    3  address of the buffer
-    4  bytes
+    3  address of the buffer, or of a table of iovecs
+    4  bytes, or iovecs
     5  file offset
     6  zero
     7  flags u32 | eventfd u32
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 IOCB_BYTES = 64
+PREAD, PWRITEV = 0, 8
 
 
 class Numbers(NamedTuple):
@@ -55,8 +56,8 @@ def call(number: int, *arguments: int) -> int:
     return result if result >= 0 else -ctypes.get_errno()
 
 
-class AioReads:
-    """Up to ``count`` reads at a time, for one thread. Raises OSError where that cannot be had.
+class Aio:
+    """Up to ``count`` transfers at a time, for one thread. Raises OSError where that cannot be had.
 
     ``system``: :func:`call`; tests put another in its place.
     """
@@ -82,12 +83,30 @@ class AioReads:
         self, descriptors: list[int], offsets: list[int], addresses: list[int], nbytes: int
     ) -> list[int]:
         """Read ``nbytes`` bytes each, and wait for all: bytes that came, or ``-errno``, of each."""
+        return self._run(PREAD, descriptors, offsets, addresses, nbytes)
+
+    def write(
+        self, descriptors: list[int], offsets: list[int], tables: list[int], counts: list[int]
+    ) -> list[int]:
+        """Write what the iovecs of each say, ``counts`` of them at the address ``tables``, and wait
+        for all: bytes that went, or ``-errno``, of each.
+        """
+        return self._run(PWRITEV, descriptors, offsets, tables, counts)
+
+    def _run(
+        self,
+        opcode: int,
+        descriptors: list[int],
+        offsets: list[int],
+        addresses: list[int],
+        lengths: int | list[int],
+    ) -> list[int]:
         count = len(descriptors)
         iocbs = self._iocbs[:count]
         iocbs[:, 0] = np.arange(count)
-        iocbs[:, 2] = np.array(descriptors, np.uint64) << np.uint64(32)
+        iocbs[:, 2] = np.array(descriptors, np.uint64) << np.uint64(32) | np.uint64(opcode)
         iocbs[:, 3] = addresses
-        iocbs[:, 4] = nbytes
+        iocbs[:, 4] = lengths
         iocbs[:, 5] = offsets
         results = [-errno.EAGAIN] * count
         started = ended = 0

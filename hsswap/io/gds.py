@@ -57,7 +57,7 @@ from hsswap.io.gds_probe import Reason, missing_packages, why_no_gpudirect
 from hsswap.io.gds_spans import read_here, read_on_pool
 from hsswap.io.posix import PosixFile, PosixIO
 from hsswap.io.problems import ended_early
-from hsswap.io.threads import SPANS_TOGETHER
+from hsswap.io.together import TOGETHER
 from hsswap.io.waiting import to_the_end
 
 DEVICE_SPAN_LIMIT = 1 << 20
@@ -232,6 +232,9 @@ class GdsIO(PosixIO):
         if moved < transfer.nbytes:
             raise ended_early(describe(transfer), moved, transfer.nbytes)
 
+    def _goes_together(self, transfer: Transfer) -> bool:
+        return False  # it may be device memory, which the kernel cannot read
+
     @property
     def span_limit(self) -> int:
         return DEVICE_SPAN_LIMIT
@@ -240,7 +243,7 @@ class GdsIO(PosixIO):
         assert self._kvikio is not None
         # On the pool they go side by side whichever thread waits for them.
         if not self._kvikio.true_path and self._allocation_of(reads.addresses[0]) is not None:
-            return SPANS_TOGETHER
+            return TOGETHER
         return super()._spans_together(reads)
 
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:

@@ -9,20 +9,24 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from hsswap.config import DISK_ALIGNMENT
-from hsswap.errors import BlockIOError, ConfigError
+from hsswap.errors import BlockIOError, ConfigError, HsswapError
 from hsswap.io import linux
-from hsswap.io.aio import AioReads
+from hsswap.io.aio import Aio
 from hsswap.io.base import IOFile, Operation, SpanReads, Transfer
 from hsswap.io.counted import QUEUE_LIMIT, EndedSpans
+from hsswap.io.hooks import run_hook
 from hsswap.io.problems import CameShort, ended_early, from_os_error, io_error, is_named, lost
-from hsswap.io.threads import SPANS_TOGETHER, ThreadedIO
+from hsswap.io.threads import ThreadedIO
+from hsswap.io.together import GROUP_BYTES, TOGETHER
 from hsswap.io.waiting import to_the_end
 
 PROBE_NAME = "hsswap.probe"
@@ -84,10 +88,10 @@ class PosixIO(ThreadedIO):
         super().__init__([f"hsswap-io-{number}" for number in range(threads)], limit)
         self._system = calls or VectoredCalls()
         self._direct = False
-        # Whether a thread has several spans read at the same time. Not with other system calls.
+        # Whether a thread moves several things at the same time. Not with other system calls.
         self._side_by_side = calls is None
         self._of_thread = threading.local()
-        self._aios: list[AioReads] = []
+        self._aios: list[Aio] = []
         self._path = "not started"
 
     @property
@@ -223,7 +227,7 @@ class PosixIO(ThreadedIO):
         return SPAN_LIMIT
 
     def _spans_together(self, reads: SpanReads) -> int:
-        return SPANS_TOGETHER if self._side_by_side else super()._spans_together(reads)
+        return TOGETHER if self._side_by_side else super()._spans_together(reads)
 
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
         aio = self._aio() if len(numbers) > 1 else None
@@ -242,17 +246,51 @@ class PosixIO(ThreadedIO):
             if nbytes != reads.span_bytes
         ]
 
-    def _aio(self) -> AioReads | None:
-        """This thread's; None where reads cannot go side by side."""
-        found: AioReads | None = getattr(self._of_thread, "aio", None)
+    def _aio(self) -> Aio | None:
+        """This thread's; None where nothing can go side by side."""
+        found: Aio | None = getattr(self._of_thread, "aio", None)
         if found is None and self._side_by_side:
             try:
-                found = self._of_thread.aio = AioReads(SPANS_TOGETHER)
+                found = self._of_thread.aio = Aio(TOGETHER)
             except OSError:  # forbidden, or too many on this machine (fs.aio-max-nr)
                 self._side_by_side = False
             else:
                 self._aios.append(found)
         return found
+
+    def _goes_together(self, transfer: Transfer) -> bool:
+        if not (self._side_by_side and transfer.quick and transfer.deadline is None):
+            return False
+        return transfer.nbytes <= GROUP_BYTES
+
+    def _write_together(self, transfers: Sequence[Transfer]) -> list[HsswapError | None]:
+        aio = self._aio() if len(transfers) > 1 else None
+        if aio is None:
+            return super()._write_together(transfers)
+        spans = [len(transfer.addresses) for transfer in transfers]
+        iovecs = np.empty((sum(spans), 2), np.uint64)
+        np.concatenate([transfer.addresses for transfer in transfers], out=iovecs[:, 0])
+        iovecs[:, 1] = np.repeat([transfer.span_bytes for transfer in transfers], spans)
+        table: int = iovecs.__array_interface__["data"][0]
+        begins = accumulate(spans[:-1], initial=0)
+        moved = aio.write(
+            [t.file.descriptor for t in transfers if isinstance(t.file, PosixFile)],
+            [transfer.offset for transfer in transfers],
+            [table + linux.IOVEC_BYTES * begin for begin in begins],
+            spans,
+        )
+        return [
+            None if nbytes == transfer.nbytes else self._write_again(transfer, nbytes)
+            for transfer, nbytes in zip(transfers, moved, strict=True)
+        ]
+
+    def _write_again(self, transfer: Transfer, moved: int) -> HsswapError | None:
+        """A write that made so many bytes, or failed with ``-errno``: again alone, where it may go
+        on.
+        """
+        if moved < 0 and -moved not in AGAIN:
+            return transfer_error(transfer, linux.Moved(0, -moved))
+        return run_hook(self._move, transfer)
 
     def _read_one_by_one(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
         iovecs = np.empty((len(numbers), 2), np.uint64)

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +19,11 @@ from hsswap.io.counted import CountedIO, Ended, EndedSpans
 from hsswap.io.deadlines import has_passed, too_late
 from hsswap.io.hooks import run_hook
 from hsswap.io.problems import unexpected
+from hsswap.io.together import TOGETHER, SpanGroup, WriteGroup, prepare_some, verified
 from hsswap.io.waiting import until_done
 
 T = TypeVar("T")
 
-SPANS_TOGETHER = 16
-"""Read by one thread in one go: they cost it a way through the queue and the loop once."""
 DELIVERIES = 16
 """Ends told in one go; then the loop has its turn, however many threads go on adding to them."""
 
@@ -38,35 +37,7 @@ class Job:
     result: Any = None
 
 
-@dataclass(eq=False, slots=True)
-class SpanGroup:
-    """Spans that one thread reads, one after the other, and that end together; those that failed
-    alone. ``ended``: what became of them.
-    """
-
-    reads: SpanReads
-    numbers: list[int]
-    ended: list[EndedSpans] = field(default_factory=list)
-
-    def failed(self, error: HsswapError) -> list[EndedSpans]:
-        """What became of them when the whole group failed."""
-        return [(self.reads, self.numbers, error)]
-
-
-Work = Transfer | Job | SpanGroup
-
-
-def verified(ended: EndedSpans) -> EndedSpans:
-    """Spans as a thread left them, after a hook that is for the loop's thread.
-
-    A thread that gives the GIL back for the 4 us of a checksum has it again before the loop wakes
-    up, which then waits for 5 ms; and 64 KiB came at 0.93 of the speed, for 32 us of processor
-    where these take 22 (2 cores, 2026-12-01).
-    """
-    reads, numbers, error = ended
-    if error is None and reads.quick:
-        error = run_hook(reads.verify, reads, numbers)
-    return reads, numbers, error
+Work = Transfer | Job | SpanGroup | WriteGroup
 
 
 class ThreadedIO(CountedIO):
@@ -89,6 +60,8 @@ class ThreadedIO(CountedIO):
         self._jobs_in_flight = 0
         self._ended: deque[Ended] = deque()
         self._ended_spans: deque[EndedSpans] = deque()
+        self._unprepared: deque[Transfer] = deque()
+        self._next_preparing: asyncio.Handle | None = None
         # --- shared with the threads
         self._condition = threading.Condition(threading.Lock())
         self._queue: list[tuple[int, int, Work]] = []
@@ -121,9 +94,19 @@ class ThreadedIO(CountedIO):
     def _move(self, transfer: Transfer) -> None:
         """Move the bytes of a transfer, or raise HsswapError."""
 
+    def _goes_together(self, transfer: Transfer) -> bool:
+        """Whether a write, whose hook is quick, is made beside others by one thread. On the loop's
+        thread.
+        """
+        return False
+
+    def _write_together(self, transfers: Sequence[Transfer]) -> list[HsswapError | None]:
+        """Make writes that go together, whose hooks have run; what became of each."""
+        return [run_hook(self._move, transfer) for transfer in transfers]
+
     def _spans_together(self, reads: SpanReads) -> int:
         """How many of them one thread reads."""
-        return min(SPANS_TOGETHER, -(-len(reads.files) // len(self._thread_names)))
+        return min(TOGETHER, -(-len(reads.files) // len(self._thread_names)))
 
     @abstractmethod
     def _read_spans(self, reads: SpanReads, numbers: list[int]) -> list[EndedSpans]:
@@ -191,7 +174,14 @@ class ThreadedIO(CountedIO):
 
     def submit(self, batch: Sequence[Transfer]) -> None:
         self._accept(batch)
-        self._push([(transfer.priority, transfer) for transfer in batch])
+        alone = list[tuple[Priority, Work]]()
+        for transfer in batch:
+            if transfer.operation is Operation.WRITE and self._goes_together(transfer):
+                self._unprepared.append(transfer)
+            else:
+                alone.append((transfer.priority, transfer))
+        self._push(alone)
+        self._prepare_soon()
 
     def submit_spans(self, reads: SpanReads) -> None:
         if not self.span_limit:
@@ -214,6 +204,23 @@ class ThreadedIO(CountedIO):
         self._push([(Priority.WRITE, Job(run, future))])
         return future
 
+    def _prepare_soon(self) -> None:
+        assert self._loop is not None
+        if self._unprepared and self._next_preparing is None:
+            self._next_preparing = self._loop.call_soon(self._prepare)
+
+    def _prepare(self) -> None:
+        """Run the hooks of as many writes as a turn may, and give them to a thread."""
+        self._next_preparing = None
+        try:
+            group, failed = prepare_some(self._unprepared)
+            if group.transfers:
+                self._push([(group.transfers[0].priority, group)])
+            for transfer, error, _ in failed:
+                self._complete(transfer, error)
+        finally:
+            self._prepare_soon()
+
     def _push(self, work: Sequence[tuple[Priority, Work]]) -> None:
         with self._condition:
             for priority, item in work:
@@ -228,7 +235,7 @@ class ThreadedIO(CountedIO):
             for entry in list(self._queue):
                 item = entry[2]
                 waiting = item.reads if isinstance(item, SpanGroup) else item
-                if isinstance(waiting, Job) or waiting.deadline is None:
+                if isinstance(waiting, Job | WriteGroup) or waiting.deadline is None:
                     continue
                 if has_passed(waiting, now):
                     self._queue.remove(entry)
@@ -251,6 +258,9 @@ class ThreadedIO(CountedIO):
                 if isinstance(item, SpanGroup):
                     spans.extend(map(verified, item.ended) if error is None else item.failed(error))
                     taken += len(item.numbers) - 1
+                elif isinstance(item, WriteGroup):
+                    ended.extend(item.ended(error))
+                    taken += len(item.transfers) - 1
                 elif isinstance(item, Job):
                     self._deliver_job(item, error)
                 else:
@@ -315,7 +325,15 @@ class ThreadedIO(CountedIO):
                 if self._stopping:
                     return None
                 self._condition.wait()
-            return heapq.heappop(self._queue)[2]
+            priority, _, item = heapq.heappop(self._queue)
+            if isinstance(item, WriteGroup):
+                # What ends together is asked for again together: groups would never grow.
+                while self._queue and self._queue[0][0] == priority:
+                    other = self._queue[0][2]
+                    if not isinstance(other, WriteGroup) or not item.join(other):
+                        break
+                    heapq.heappop(self._queue)
+            return item
 
     def _execute(self, item: Work) -> None:
         error: HsswapError | None = None
@@ -324,6 +342,8 @@ class ThreadedIO(CountedIO):
                 self._read_group(item)
             elif isinstance(item, Job):
                 item.result = item.run()
+            elif isinstance(item, WriteGroup):
+                item.errors = self._write_together(item.transfers)
             else:
                 self._transfer(item)
         except HsswapError as problem:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hsswap.io import aio
-from hsswap.io.aio import NUMBERS, AioReads, call
+from hsswap.io.aio import NUMBERS, Aio, call
 from hsswap.io.posix import PosixIO
 from tests.io.support import PAGE, Pages, pattern
 from tests.io.test_spans import Ends, filled, spans
@@ -42,14 +42,14 @@ def scripted(number: int, answers: list[int | None]) -> Callable[..., int]:
     return system
 
 
-def read_all(reads: AioReads, descriptor: int, places: list[int], pages: Pages) -> list[int]:
+def read_all(reads: Aio, descriptor: int, places: list[int], pages: Pages) -> list[int]:
     count = len(places)
     offsets = [PAGE * place for place in places]
     return reads.read([descriptor] * count, offsets, pages.addresses[:count].tolist(), PAGE)
 
 
 def test_each_has_its_own_end(descriptor: int) -> None:
-    content, pages, reads = pattern(16, PAGE, 1), Pages(8), AioReads(8)
+    content, pages, reads = pattern(16, PAGE, 1), Pages(8), Aio(8)
     assert read_all(reads, descriptor, [3, 15, 0, 3, 7], pages) == [PAGE] * 5
     assert np.array_equal(pages.spans[:5], content[[3, 15, 0, 3, 7]])
     pages.addresses[1] = PAGE  # nobody's
@@ -70,7 +70,7 @@ def test_each_has_its_own_end(descriptor: int) -> None:
     ],
 )
 def test_a_kernel_that_interrupts(descriptor: int, number: int, answers: list[int | None]) -> None:
-    pages, reads = Pages(6), AioReads(6, scripted(number, answers))
+    pages, reads = Pages(6), Aio(6, scripted(number, answers))
     assert read_all(reads, descriptor, [0, 1, 2, 3, 4, 5], pages) == [PAGE] * 6
     assert np.array_equal(pages.spans, pattern(16, PAGE, 1)[:6])
     reads.close()
@@ -83,14 +83,14 @@ def test_a_kernel_that_takes_few_at_a_time(descriptor: int) -> None:
             return call(which, context, min(count, 2), pointers)
         return call(which, *arguments)
 
-    pages, reads = Pages(5), AioReads(5, system)
+    pages, reads = Pages(5), Aio(5, system)
     assert read_all(reads, descriptor, [4, 3, 2, 1, 0], pages) == [PAGE] * 5
     assert np.array_equal(pages.spans, pattern(16, PAGE, 1)[[4, 3, 2, 1, 0]])
     reads.close()
 
 
 def test_a_kernel_that_refuses_one(descriptor: int) -> None:
-    pages, reads = Pages(3), AioReads(3, scripted(SUBMIT, [-errno.ENOMEM, 0, None]))
+    pages, reads = Pages(3), Aio(3, scripted(SUBMIT, [-errno.ENOMEM, 0, None]))
     expected = [-errno.ENOMEM, -errno.EAGAIN, PAGE]
     assert read_all(reads, descriptor, [0, 1, 2], pages) == expected
     reads.close()
@@ -105,7 +105,7 @@ async def test_where_it_is_forbidden_spans_are_read_one_by_one(
         asked.append(which)
         return -errno.EPERM
 
-    monkeypatch.setattr(aio.AioReads.__init__, "__defaults__", (forbidden,))
+    monkeypatch.setattr(aio.Aio.__init__, "__defaults__", (forbidden,))
     io = PosixIO(2)
     await io.start(tmp_path)
     content = pattern(32, PAGE, 1)
@@ -123,13 +123,13 @@ async def test_contexts_are_given_back_on_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[int] = []
-    close = AioReads.close
+    close = Aio.close
 
-    def note(reads: AioReads) -> None:
+    def note(reads: Aio) -> None:
         given_back.append(threading.get_ident())
         close(reads)
 
-    monkeypatch.setattr(AioReads, "close", note)
+    monkeypatch.setattr(Aio, "close", note)
     io = PosixIO(2)
     await io.start(tmp_path)
     if not io.direct:
@@ -142,3 +142,28 @@ async def test_contexts_are_given_back_on_threads(
     await io.close()
     assert 1 <= len(given_back) <= 2
     assert threading.get_ident() not in given_back
+
+
+def write_all(
+    aio: Aio, descriptor: int, pages: Pages, offsets: list[int], counts: list[int]
+) -> list[int]:
+    """Write the pages in their order, so many in each write."""
+    iovecs = np.stack((pages.addresses, np.full(len(pages.addresses), PAGE, np.uint64)), axis=1)
+    begins = np.cumsum([0, *counts[:-1]])
+    tables = [iovecs.ctypes.data + 16 * begin for begin in begins.tolist()]
+    return aio.write([descriptor] * len(counts), offsets, tables, counts)
+
+
+def test_writes_of_several_spans_each(tmp_path: Path) -> None:
+    path, pages, aio_ = tmp_path / "file", Pages(6), Aio(4)
+    path.write_bytes(bytes(12 * PAGE))
+    pages.spans[:] = pattern(6, PAGE, 2)
+    descriptor = os.open(path, os.O_RDWR)
+    places = [7, 0, 3]
+    moved = write_all(aio_, descriptor, pages, [PAGE * place for place in places], [1, 3, 2])
+    assert moved == [PAGE, 3 * PAGE, 2 * PAGE]
+    expected = np.zeros((12, PAGE), np.uint8)
+    expected[[7, 0, 1, 2, 3, 4]] = pages.spans
+    assert path.read_bytes() == expected.tobytes()
+    os.close(descriptor)
+    aio_.close()
