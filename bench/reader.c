@@ -1,12 +1,14 @@
 /* The plain reader that `hsswap bench io` measures itself against: random O_DIRECT reads (or
  * overwrites) of whole blocks at a fixed depth, and nothing else: no checksums, no loop, no queue.
  *
- *   reader ENGINE OPERATION BLOCK_BYTES DEPTH FILE...
+ *   reader ENGINE OPERATION BLOCK_BYTES DEPTH BLOCKS FILE...
  *
  * ENGINE: "threads" (DEPTH threads in pread), "threads-sum" (the same, and each adds up what it read:
  * a drive that is another program's copy is slower at memory that somebody looks at) or "uring" (one
- * io_uring of DEPTH entries with registered buffers). OPERATION: "read" or "write". For each line on stdin, a number of
- * milliseconds, it works that long and prints "operations seconds cpu_seconds". Ends with stdin.
+ * io_uring of DEPTH entries with registered buffers). OPERATION: "read" or "write". BLOCKS: how many
+ * blocks of memory are used in turn, a multiple of DEPTH: what fits into a cache comes quicker. For each
+ * line on stdin, a number of milliseconds, it works that long and prints "operations seconds
+ * cpu_seconds". Ends with stdin.
  * hsswap compiles it with: cc -O3 -pthread reader.c
  */
 #define _GNU_SOURCE
@@ -28,6 +30,7 @@
 #define MAX_FILES 4096
 
 static int files[MAX_FILES], file_count, writing, summing, depth;
+static long blocks;
 static uint64_t file_blocks[MAX_FILES], block_bytes;
 static char *memory;
 static double deadline;
@@ -61,6 +64,13 @@ static uint64_t next(uint64_t *state)
 	return *state;
 }
 
+/* One of DEPTH that work side by side has every DEPTH-th block of the memory, in turn. */
+static char *memory_of(long *block)
+{
+	*block = (*block + depth) % blocks;
+	return memory + *block * block_bytes;
+}
+
 static int somewhere(uint64_t *state, uint64_t *offset)
 {
 	uint64_t r = next(state);
@@ -90,13 +100,14 @@ static void *work(void *argument)
 {
 	long number = (long)argument;
 	uint64_t state = 0x9E3779B97F4A7C15ull * (number + 1);
-	char *block = memory + number * block_bytes;
+	long place = number;
 	for (;;) {
 		pthread_barrier_wait(&barrier); /* begin */
 		counts[number] = 0;
 		do { /* one at least, however late it got its turn */
 			uint64_t offset;
 			int file = somewhere(&state, &offset);
+			char *block = memory_of(&place);
 			ssize_t moved = writing ? pwrite(file, block, block_bytes, offset)
 						: pread(file, block, block_bytes, offset);
 			if (moved != (ssize_t)block_bytes)
@@ -134,6 +145,7 @@ static long run_threads(void)
 /* io_uring. */
 
 static int ring;
+static long places[4096];
 static uint32_t *sq_tail, *sq_mask, *cq_head, *cq_tail, *cq_mask, *sq_array;
 static struct io_uring_sqe *sqes;
 static struct io_uring_cqe *cqes;
@@ -165,7 +177,9 @@ static void start_ring(void)
 	cq_tail = (uint32_t *)(map + p.cq_off.tail);
 	cq_mask = (uint32_t *)(map + p.cq_off.ring_mask);
 	cqes = (struct io_uring_cqe *)(map + p.cq_off.cqes);
-	struct iovec whole = {memory, depth * block_bytes};
+	struct iovec whole = {memory, blocks * block_bytes};
+	for (int number = 0; number < depth; number++)
+		places[number] = number;
 	if (syscall(SYS_io_uring_register, ring, IORING_REGISTER_BUFFERS, &whole, 1) < 0)
 		die("registering buffers (ulimit -l)", errno);
 }
@@ -179,7 +193,7 @@ static void prepare(uint32_t number)
 	sqe->fd = somewhere(&ring_state, &offset);
 	sqe->opcode = writing ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
 	sqe->off = offset;
-	sqe->addr = (uint64_t)(memory + number * block_bytes);
+	sqe->addr = (uint64_t)memory_of(&places[number]);
 	sqe->len = block_bytes;
 	sqe->user_data = number;
 	sq_array[index] = index;
@@ -220,8 +234,8 @@ static long run_ring(void)
 
 int main(int argc, char **argv)
 {
-	if (argc < 6 || argc - 5 > MAX_FILES) {
-		fprintf(stderr, "usage: reader threads|threads-sum|uring read|write BLOCK_BYTES DEPTH FILE...\n");
+	if (argc < 7 || argc - 6 > MAX_FILES) {
+		fprintf(stderr, "usage: reader threads|threads-sum|uring read|write BLOCK_BYTES DEPTH BLOCKS FILE...\n");
 		return 2;
 	}
 	int uring = !strcmp(argv[1], "uring");
@@ -229,9 +243,10 @@ int main(int argc, char **argv)
 	writing = !strcmp(argv[2], "write");
 	block_bytes = strtoull(argv[3], NULL, 10);
 	depth = atoi(argv[4]);
-	if (depth < 1 || depth > 4096 || !block_bytes)
+	blocks = atol(argv[5]);
+	if (depth < 1 || depth > 4096 || !block_bytes || blocks < depth || blocks % depth)
 		return 2;
-	for (int i = 5; i < argc; i++, file_count++) {
+	for (int i = 6; i < argc; i++, file_count++) {
 		struct stat found;
 		files[file_count] = open(argv[i], (writing ? O_RDWR : O_RDONLY) | O_DIRECT);
 		if (files[file_count] < 0 || fstat(files[file_count], &found) < 0)
@@ -240,12 +255,12 @@ int main(int argc, char **argv)
 		if (!file_blocks[file_count])
 			die(argv[i], ENODATA);
 	}
-	memory = mmap(NULL, depth * block_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+	memory = mmap(NULL, blocks * block_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
 		      -1, 0);
 	if (memory == MAP_FAILED)
 		die("mmap", errno);
-	madvise(memory, depth * block_bytes, MADV_HUGEPAGE);
-	memset(memory, 1, depth * block_bytes);
+	madvise(memory, blocks * block_bytes, MADV_HUGEPAGE);
+	memset(memory, 1, blocks * block_bytes);
 	uring ? start_ring() : start_threads();
 	long milliseconds;
 	while (scanf("%ld", &milliseconds) == 1) {

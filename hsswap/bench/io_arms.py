@@ -177,14 +177,14 @@ class StoreArm:
         slots = max(self._asked, min(memory_bytes // block_bytes, count // 2))
         self._memory = memory or Memory(slots, block_bytes)
         # Of n slots the s-th moves blocks s, s + n ...: none is in flight twice, nor written twice.
-        self._slots = len(self._memory.addresses)
-        self._free = np.arange(self._slots)  # first the one that is used next
-        rows = count // self._slots
+        self.slots = len(self._memory.addresses)
+        self._free = np.arange(self.slots)  # first the one that is used next
+        rows = count // self.slots
         if not rows:
-            raise BenchError(f"{self._slots} slots need more blocks of data than {count}")
+            raise BenchError(f"{self.slots} slots need more blocks of data than {count}")
         # Drawn before, because a reader in C spends nothing on it; taken in turn.
-        drawn = np.random.default_rng(2).integers(0, rows, max(DRAWN, self._slots))
-        self._drawn = drawn * self._slots
+        drawn = np.random.default_rng(2).integers(0, rows, max(DRAWN, self.slots))
+        self._drawn = drawn * self.slots
         self._next = 0
         self._operations = self._in_flight = 0
         self._deadline = 0.0
@@ -289,11 +289,15 @@ class ReaderArm:
         operation: Operation,
         block_bytes: int,
         depth: int,
+        blocks: int,
         files: Sequence[Path],
+        name: str = "",
     ) -> None:
-        self.name = f"c-{engine}"
+        """``blocks``: of memory, which come to be used in turn; rounded down to whole ``depth``."""
+        self.name = name or f"c-{engine}"
+        numbers = block_bytes, depth, blocks - blocks % depth
         self._process = subprocess.Popen(
-            [program, engine, operation.value, str(block_bytes), str(depth), *files],
+            [program, engine, operation.value, *map(str, numbers), *files],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -160,12 +160,12 @@ class DeviceArm(StoreArm):
 
     async def verify(self) -> None:
         """Move a block to every slot, and compare. Raises BenchError when one is wrong."""
-        indices = self._filled.indices[: self._slots]
-        expected = Memory(self._slots, self._filled.store.block_bytes(0))
+        indices = self._filled.indices[: self.slots]
+        expected = Memory(self.slots, self._filled.store.block_bytes(0))
         await transfer(self._filled.store, Operation.READ, indices, expected)
         await transfer(self._filled.store, Operation.READ, indices, self._there)
         if not self._direct:
-            await self._there.gather(np.arange(self._slots)).wait()
+            await self._there.gather(np.arange(self.slots)).wait()
         if not np.array_equal(self._there.content(), expected.blocks):
             raise BenchError(f"{self.name}: blocks came to {self.destination} wrong; report it")
 

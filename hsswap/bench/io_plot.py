@@ -16,6 +16,7 @@ COLOURS = {
     "c-threads": "#999999",
     "c-uring": "#444444",
     "c-threads-sum": "#666666",
+    "c-uring-few": "#222222",
     "kvikio": "#009E73",
     "fio": "#CC79A7",
 }  # Okabe and Ito 2008

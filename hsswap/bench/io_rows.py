@@ -13,6 +13,8 @@ from hsswap.io.base import Operation
 KIB = 1024
 SUMMING = "threads-sum"
 """A reader that looks at its bytes, as checksums must."""
+FEW = "c-uring-few"
+"""One with no more memory than it has in flight, which a cache may hold."""
 Row = dict[str, Any]
 
 
