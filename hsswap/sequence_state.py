@@ -97,8 +97,8 @@ class SequenceState:
         """Whether a call is under way."""
         return bool(self._busy)
 
-    async def quiet(self) -> None:
-        """Wait until no enqueued work uses the sequence's slots. For the swap."""
+    async def launched(self) -> None:
+        """Wait for the end of what the sequence has enqueued. For the swap."""
         if self._steps is not None:  # its launches are the engine's, on this stream
             self._unrecorded = self._steps.stream
         for _ in range(QUIET_ATTEMPTS):
@@ -112,6 +112,10 @@ class SequenceState:
         if self._last is not None:
             with suppress(DeviceError):  # told to whoever awaited the result; the work has ended
                 await self._last[1].wait()
+
+    async def quiet(self) -> None:
+        """Wait until no enqueued work uses the sequence's slots. For the swap."""
+        await self.launched()
         with self._swap.lock:
             behind, self._behind = self._behind, []
             for give_back in behind:

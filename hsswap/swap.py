@@ -25,7 +25,7 @@ from hsswap.driver.preparing import PrepareWork
 from hsswap.errors import ArgumentError, ConfigError, OutOfSlots, shown
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
-from hsswap.io.waiting import to_the_end
+from hsswap.io.waiting import goes_on, to_the_end
 from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
@@ -237,16 +237,25 @@ class HighSpeedSwap(BatchCalls):
 
         Calls still waiting get ClosedError. Twice is fine, and the second waits for the first. Goes
         on to the end when cancelled meanwhile. Does nothing in a fork of its process.
+
+        A swap whose own loop is closed, so that nothing else can be called, is closed from another
+        one: ``asyncio.run(swap.close())``. Calls that were waiting never end; of a persistent store
+        what :meth:`flush` or :meth:`Sequence.commit` returned for is there afterwards.
         """
         if self.is_inherited:
             return
-        self.check_loop()
+        is_orphan = self._loop.is_closed()
+        if not is_orphan:
+            self.check_loop()
         with self.lock:
             self.closed = True  # from here on nothing is enqueued
-        if self._ended is not None:
+        if self._ended is not None and goes_on(self._ended):
             await asyncio.shield(self._ended)
             return
         self._ended = asyncio.get_running_loop().create_future()
+        if is_orphan:
+            await self._close_orphan()
+            return
         self.prefetcher.close()
         try:
             # Launches end, then I/O (the store ends also what never answers), then what they report
@@ -265,6 +274,24 @@ class HighSpeedSwap(BatchCalls):
                 lambda: _close_device(self.device),
             )
         finally:
-            self.mailbox.close()
-            self._sequences.clear()
-            self._ended.set_result(None)
+            self._ends()
+
+    async def _close_orphan(self) -> None:
+        """:meth:`close` without the loop that tasks and futures of the swap belong to: launches and
+        I/O end, whoever asked for them, and then all is freed.
+        """
+        try:
+            await to_the_end(
+                lambda: insist(self._launched),
+                self._store.close,
+                lambda: in_thread(self._free),
+                lambda: _close_device(self.device),
+            )
+        finally:
+            self._ends()
+
+    def _ends(self) -> None:
+        assert self._ended is not None
+        self.mailbox.close()
+        self._sequences.clear()
+        self._ended.set_result(None)

@@ -295,6 +295,10 @@ class SwapState:
             return ProjectionPredictor(config, dims, ids, self.device)
         return CodesPredictor(dims, ids, self.device)
 
+    async def _launched(self) -> None:
+        for sequence in list(self._sequences.values()):
+            await sequence.launched()
+
     async def _quiet(self) -> None:
         """Wait for what sequences have enqueued: by its events, since the callers' streams may be
         gone by now.

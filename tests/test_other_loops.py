@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
 
-from hsswap import ArgumentError, HighSpeedSwap, Sequence
+from hsswap import ArgumentError, ClosedError, HighSpeedSwap, Sequence
 from hsswap.io.memory import MemoryIO
 from tests.branches import alone
 from tests.swap_cases import SMALL, config_for, random_case
@@ -78,7 +82,7 @@ def awaited_calls(kind: type) -> set[str]:
 
 
 def test_every_awaited_call_is_here() -> None:
-    inside = {"adopt", "quiet"}
+    inside = {"adopt", "launched", "quiet"}
     assert awaited_calls(Sequence) - inside == OF_SEQUENCE.keys() - {"captured"}
     inside = {"commit_ids", "release_sequence"}
     assert awaited_calls(HighSpeedSwap) - inside - WAITS_FOR_NOTHING == OF_SWAP.keys()
@@ -115,6 +119,89 @@ async def test_calls_from_the_loop_of_another_thread(
             await result.done()
             assert (np.asarray(result.out) == wanted[layer][-9:]).all()
         await swap.dec_disk_ref(block=block)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize(
+    ("io", "persist"),
+    [(io, persist) for io in ("posix", "uring", "auto") for persist in (False, True)]
+    + [("memory", False)],
+)
+def test_a_swap_whose_loop_is_closed_is_closed_from_another(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], io: str, persist: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "store"
+    directory = None if io == "memory" else place
+    config = replace(config_for(CASE), io=io, persist=persist, directory=directory)
+
+    async def fill_and_leave() -> tuple[HighSpeedSwap, Sequence]:
+        swap = await HighSpeedSwap.create(config)
+        sequence = swap.sequence()
+        await fill(sequence, CASE)
+        await sequence.commit(range(300))
+        await sequence.attend(0, ROW)
+        return swap, sequence
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        swap, sequence = runner.run(fill_and_leave())
+    for _ in range(2):
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(swap.close())
+    with pytest.raises(ClosedError):
+        sequence.try_attend(0, ROW)
+    assert place.exists() == persist
+
+    async def found() -> int:
+        async with HighSpeedSwap.open(config) as again:
+            return (await again.open_prefix(range(300))).length
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(found()) == (288 if persist else 0)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("io", ["posix", "uring"])
+@pytest.mark.parametrize("here", [True, False], ids=["here", "another thread"])
+def test_work_that_is_under_way_when_the_loop_closes_ends_first(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], here: bool, io: str, tmp_path: Path
+) -> None:
+    config = replace(config_for(CASE, sequences=2), io=io, directory=tmp_path / "store")
+    gate = Event()
+
+    async def begin() -> tuple[HighSpeedSwap, list[asyncio.Task[Any]]]:
+        swap = await HighSpeedSwap.create(config)
+        sequence, other = swap.sequence(), swap.sequence()
+        await fill(sequence, CASE)
+        await swap.flush()
+        stream: Any = swap.stream_of(None)
+        stream.enqueue("waits", lambda work, scratch: gate.wait(), None)
+        await other.append(0, CASE.keys[0][:64], CASE.values[0][:64])
+        calls: list[Any] = [sequence.attend(0, ROW), swap.flush(), other.close()]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return swap, tasks
+
+    own = new_loop()
+    swap, tasks = own.run_until_complete(begin())
+    own.close()
+    assert not all(task.done() for task in tasks)
+
+    def close() -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            closing = runner.get_loop().create_task(swap.close())
+            runner.run(asyncio.sleep(0))
+            assert not closing.done()
+            gate.set()
+            runner.run(asyncio.wait_for(closing, 60))
+
+    if here:
+        close()
+    else:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(close).result()
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)

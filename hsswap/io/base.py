@@ -345,4 +345,6 @@ class BlockIO(ABC):
         """Refuse new work, finish what was accepted, give everything back. Twice is fine.
 
         Goes on to the end when the caller is cancelled meanwhile; CancelledError is raised then.
+        When the loop it was started on is closed, another one's task may call it: what ends then is
+        told to nobody.
         """

@@ -19,7 +19,7 @@ from hsswap.io.base import (
     check_transfers,
 )
 from hsswap.io.deadlines import DeadlineTimer
-from hsswap.io.waiting import to_the_end, until_done
+from hsswap.io.waiting import goes_on, to_the_end, until_done
 
 Ended = tuple[Transfer, HsswapError | None, int]
 """A transfer that ended, its error, and its bytes."""
@@ -43,6 +43,7 @@ class CountedIO(BlockIO):
         self._errors = 0
         self._deadlines = DeadlineTimer(self._expire)
         self._closed: asyncio.Future[None] | None = None  # there once closing began
+        self._is_untold = False  # whoever waited for ends was on a loop that is closed
         self._drained: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
@@ -56,6 +57,10 @@ class CountedIO(BlockIO):
     @abstractmethod
     def _expire(self, now: float) -> list[float]:
         """End what has not started by its deadline. Returns the deadlines of what waits on."""
+
+    @abstractmethod
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take out on this loop what ends, in place of one that was closed: it lost wake-ups."""
 
     @abstractmethod
     async def _stop(self) -> None:
@@ -76,11 +81,15 @@ class CountedIO(BlockIO):
         )
 
     async def close(self) -> None:
-        if self._closed is not None:
+        if self._closed is not None and goes_on(self._closed):
             await until_done(self._closed)
             return
-        self._loop = asyncio.get_running_loop()
+        bound, self._loop = self._loop, asyncio.get_running_loop()
         self._closed = self._loop.create_future()
+        self._is_untold = bound is not None and bound.is_closed()
+        if self._is_untold:
+            self.after_deliveries = None
+            self._go_on(self._loop)
         try:
             await to_the_end(self._drain, self._stop)
         finally:
@@ -187,6 +196,8 @@ class CountedIO(BlockIO):
                 self._on_done_raised(reads, problem)
 
     def _on_done_raised(self, what: Transfer | SpanReads, problem: Exception) -> None:
+        if self._is_untold:
+            return
         assert self._loop is not None
         context = {"message": f"on_done of {what} raised", "exception": problem}
         self._loop.call_exception_handler(context)

@@ -34,7 +34,7 @@ from hsswap.io.opening import (
 from hsswap.io.runs import OnBlocksDone
 from hsswap.io.space import SpaceLimits
 from hsswap.io.statistics import StoreStatistics
-from hsswap.io.waiting import to_the_end, until_done
+from hsswap.io.waiting import goes_on, to_the_end, until_done
 
 
 class BlockStore:
@@ -340,22 +340,26 @@ class BlockStore:
     async def close(self) -> None:
         """Refuse new work, end what is under way, remove everything made. Twice is fine.
 
+        When its loop is closed, another one's task may call it; of a persistent store what
+        :meth:`flush` or :meth:`stored` returned for is there then.
+
         A persistent store stays, with what has been written; the error of that is raised at the
         end.
 
         What the backend has not been given yet ends with ClosedError, the rest runs to its end;
         every ``on_done`` is called. Goes on to the end when cancelled meanwhile.
         """
-        if self._closed is not None:
+        if self._closed is not None and goes_on(self._closed):
             await until_done(self._closed)
             return
-        self._closed = self._loop.create_future()
-        self._mover.close()
+        self._closed = asyncio.get_running_loop().create_future()
+        if not (is_orphan := self._loop.is_closed()):  # its tasks, and who is to hear, are gone
+            self._mover.close()
         try:
             await to_the_end(
-                self._last_commit,
+                *(() if is_orphan else (self._last_commit,)),
                 self._io.close,
-                self._mover.segments.closed,
+                *(() if is_orphan else (self._mover.segments.closed,)),
                 lambda: close_directories(self._directories),
                 lambda: asyncio.sleep(0),  # reports that are due now come before the end
             )

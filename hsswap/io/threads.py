@@ -279,8 +279,8 @@ class ThreadedIO(CountedIO):
 
     def _deliver_job(self, job: Job, error: HsswapError | None) -> None:
         self._jobs_in_flight -= 1
-        if job.future.done():  # cancelled by who awaited it
-            return
+        if job.future.done() or job.future.get_loop().is_closed():
+            return  # cancelled by who awaited it, or nobody does
         if error is None:
             job.future.set_result(job.result)
         else:
@@ -295,6 +295,9 @@ class ThreadedIO(CountedIO):
         self._push([(Priority.WRITE, job) for job in jobs])
         for future in futures:
             await until_done(future)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon(self._deliver)
 
     def _is_idle(self) -> bool:
         return self._in_flight == 0 and self._jobs_in_flight == 0

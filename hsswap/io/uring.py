@@ -72,10 +72,7 @@ class UringIO(CountedIO):
 
     @property
     def path(self) -> str:
-        path = self._posix.path
-        return path if self._queue is None else f"{path}, io_uring"
-
-    # Files.
+        return self._posix.path if self._queue is None else f"{self._posix.path}, io_uring"
 
     async def start(self, directory: Path | None) -> None:
         if directory is None:
@@ -101,6 +98,13 @@ class UringIO(CountedIO):
         loop.add_reader(ring.event, self._on_event)
         event = ring.event
         self._hooks = HookThreads(limits.HOOK_THREADS, lambda: os.eventfd_write(event, 1))
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._queue is not None and not self._queue.ring.is_closed:
+            loop.add_reader(self._queue.ring.event, self._on_event)
+            self._next_turn = loop.call_soon(self._turn)
+            if not self._queue.ring.can_collect:  # the kernel keeps the pages that it still uses
+                self._in_flight = 0
 
     def create_file(self, path: Path, nbytes: int) -> asyncio.Future[IOFile]:
         self._require_open()
@@ -131,9 +135,8 @@ class UringIO(CountedIO):
     async def _stop_ring(self) -> None:
         if self._hooks is not None:
             self._hooks.stop()
-        if self._queue is not None:
-            assert self._loop is not None
-            self._loop.remove_reader(self._queue.ring.event)
+        if self._queue is not None and not self._queue.ring.is_closed:
+            asyncio.get_running_loop().remove_reader(self._queue.ring.event)
             self._queue.ring.close()
 
     # Transfers: waiting -> started (prepare -> drive) -> moved (verify) -> ended -> delivered.
@@ -160,9 +163,7 @@ class UringIO(CountedIO):
                 self._turn_soon()
 
     def _on_event(self) -> None:
-        """Something has ended. When a turn is due anyway, that one will find it: two turns in a row
-        would keep others waiting for twice as long.
-        """
+        """Something has ended. A turn that is due will find it: two would keep others waiting."""
         if self._next_turn is None:
             self._turn()
 
@@ -375,10 +376,9 @@ class UringIO(CountedIO):
                     self._end(*one)
                 for part in spans:
                     self._end_started_spans(*part)
-            assert self._loop is not None
             if self._retry is not None:
                 self._retry.cancel()
-            self._retry = self._loop.call_later(limits.RETRY_S, self._turn)
+            self._retry = asyncio.get_running_loop().call_later(limits.RETRY_S, self._turn)
 
     def _end(self, transfer: Transfer, error: HsswapError | None, nbytes: int) -> None:
         """A started transfer is done; it is told at the end of the turn."""

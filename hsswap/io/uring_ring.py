@@ -19,6 +19,7 @@ import errno
 import mmap
 import os
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import NamedTuple
@@ -91,6 +92,7 @@ class Ring:
 
     def __init__(self, entries: int, calls: RingCalls | None = None) -> None:
         self._calls = calls or RingCalls()
+        self._thread = threading.get_ident()
         self._set_up(entries)
         self.event = -1
         self._maps: list[mmap.mmap] = []
@@ -160,6 +162,11 @@ class Ring:
     def is_closed(self) -> bool:
         """Whether everything was given back."""
         return self._ring < 0
+
+    @property
+    def can_collect(self) -> bool:
+        """Whether this thread can: of a ring that posts when it is asked, only its own."""
+        return not self.deferred or threading.get_ident() == self._thread
 
     @property
     def pending(self) -> int:

@@ -25,6 +25,11 @@ async def until_done(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def goes_on(closing: asyncio.Future[None] | None) -> bool:
+    """Whether somebody closes, or has; one whose loop is closed will not end it."""
+    return closing is not None and (closing.done() or not closing.get_loop().is_closed())
+
+
 async def to_the_end(*steps: Callable[[], Awaitable[object]]) -> None:
     """Await every step in order, also after one that failed or was cancelled.
 
