@@ -4,8 +4,14 @@ A bit more for a Gaussian dim of variance v lowers its squared error by v (D(b) 
 least distortion of a scalar quantiser of b bits (Max 1960). Giving out the bits by falling gain is
 the reverse water-filling of rate-distortion theory (Cover and Thomas, section 10.3.3), since gains
 fall with b. Variances are those of the logits, so that heads compare with each other: a head that
-matches exact tokens has a flat spectrum and gets many bits (8 to 120 a token at a mean of 64 on a
-small Llama); equal bits for all heads cost 19 of 42 recalled digits there.
+matches exact tokens has a flat spectrum and gets many bits; equal bits for all heads cost 19 of 42
+recalled digits on a small Llama.
+
+An error counts in part by how large it is and in part by how large the head's logits are: a head
+whose logits spread wide is sure of its tokens with a coarser code, too. So a head's variances are
+divided by the root of their sum, half way between the two. KL at 1/32 on ten texts of that
+Llama: 0.033 as they are, 0.022 so, less on each of the ten (on the four that are in no table, by
+which this was chosen, 0.031 and 0.022); recall is the same. At 1/64 there is no difference.
 
 A head's bits come in whole planes of 16: what a token's codes are padded to anyway.
 """
@@ -36,7 +42,8 @@ def allocate_bits(variances: Sequence[F64], planes_in_all: int) -> list[NDArray[
     step = -np.diff(DISTORTION)
     owners, gains, dims = [], [], []
     for head, variance in enumerate(variances):
-        gain = np.outer(variance, step).ravel()
+        total = variance.sum()
+        gain = np.outer(variance / np.sqrt(total) if total > 0 else variance, step).ravel()
         order = np.argsort(-gain, kind="stable")
         whole = len(order) // PLANE_BITS * PLANE_BITS
         gains.append(gain[order[:whole]].reshape(-1, PLANE_BITS).sum(1))

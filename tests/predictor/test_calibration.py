@@ -83,6 +83,20 @@ def test_bits_go_where_they_lower_the_error_most() -> None:
     def loss(bits: list[np.ndarray]) -> float:
         return sum(float(v @ DISTORTION[b]) for v, b in zip(variances, bits, strict=True))
 
+    # Of planes, too, no other share of them among the heads is better, by errors in parts of the
+    # root of a head's variance.
+    def weighted(planes: tuple[int, ...]) -> float:
+        shares = [allocate_bits([v], n)[0] for v, n in zip(variances, planes, strict=True)]
+        return sum(
+            float(v @ DISTORTION[b] / np.sqrt(v.sum()))
+            for v, b in zip(variances, shares, strict=True)
+        )
+
+    planes = [int(b.sum()) // 16 for b in bits]
+    every = [(a, b, 9 - a - b) for a in range(1, 8) for b in range(1, 9 - a) if 9 - a - b <= 6]
+    every = [one for one in every if max(one) <= 6]
+    assert weighted(tuple(planes)) == pytest.approx(min(map(weighted, every)))
+
     best = loss(bits)
     for head in range(3):  # moving one bit within a head only makes it worse
         for a in range(DIM):
@@ -97,6 +111,9 @@ def test_bits_go_where_they_lower_the_error_most() -> None:
         allocate_bits(variances, 2)
     most = allocate_bits(variances, 10_000)
     assert all((b <= 6).all() and b.sum() == 96 for b in most)
+    nothing = allocate_bits([*variances, np.zeros(DIM)], 12)  # a head that only fills up a tensor
+    assert nothing[3].sum() == 16
+    assert [b.sum() for b in nothing[:3]] == [b.sum() for b in allocate_bits(variances, 11)]
 
 
 def test_ranges_hold_the_samples_and_coarse_dims_hit_the_known_distortion() -> None:
