@@ -17,6 +17,14 @@ from hsswap.tiers import I32, I64
 from hsswap.writeback import Batch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """The blocks that a call attends."""
+
+    layer: int
+    indices: I64
+
+
 @dataclass(slots=True)
 class NamedBlocks:
     """State of the blocks whose ids callers hold, by layer and index.
@@ -27,7 +35,9 @@ class NamedBlocks:
     event was refused; ``filled``: the last one that filled some, and its stream.
     ``parked``: blocks that are not full, dirty in a host slot, written when they are or at a flush.
     ``plans``: first ids of the lists that are read ahead. ``calls`` under way; ``turn``: one
-    offload at a time.
+    offload at a time. ``filling``: layer and index of the block it is about to fill. ``reads``:
+    what each call attends. Neither begins while the other is at a block: a slot taken for new
+    content holds nothing yet, and what a call under way is going to read must not become another's.
     """
 
     valid: NDArray[np.uint16]
@@ -39,12 +49,26 @@ class NamedBlocks:
     plans: set[int] = field(default_factory=set)
     calls: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    filling: tuple[int, int] | None = None
+    reads: list[Reads] = field(default_factory=list)
 
     @classmethod
     def of(cls, dims: ModelDims, ids: int) -> NamedBlocks:
         """None offloaded yet."""
         shape = dims.layers, ids
         return cls(np.zeros(shape, np.uint16), np.full(shape, -1, np.int32))
+
+    def is_read(self, index: int, layer: int | None = None) -> bool:
+        """Whether a call that is under way attends this block, in one layer or in any."""
+        return any(
+            layer in (None, reads.layer) and bool((reads.indices == index).any())
+            for reads in self.reads
+        )
+
+    def is_filled(self, layer: int, indices: I64) -> bool:
+        """Whether one of these blocks is about to be filled."""
+        filling = self.filling
+        return filling is not None and filling[0] == layer and bool((indices == filling[1]).any())
 
     def record(self, stream: Stream) -> Event:
         """An event behind what was enqueued on a stream. Raises what that raises."""

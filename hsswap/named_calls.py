@@ -187,15 +187,16 @@ class NamedCalls(NamedIds):
                         f"block id {block} has other holders, and content in layer {layer}; "
                         "offload to a new id"
                     )
-                slots = await self._slot_to_fill(Blocks(pool, layer, indices))
-                with self.lock:
-                    self.check_open()
-                    batch = Batch(
-                    Blocks(pool, layer, indices), slots, keep=True, scan=True,
-                    lengths=np.array([valid], np.uint16), was_alone=True,
-                )  # fmt: skip
-                    rows = {name: part.rows(0, valid) for name, part in parts.items()}
-                    self._fill(batch, rows, valid, stream, predict=predict)
+                with self._fills(layer, index):
+                    slots = await self._slot_to_fill(Blocks(pool, layer, indices))
+                    with self.lock:
+                        self.check_open()
+                        batch = Batch(
+                            Blocks(pool, layer, indices), slots, keep=True, scan=True,
+                            lengths=np.array([valid], np.uint16), was_alone=True,
+                        )  # fmt: skip
+                        rows = {name: part.rows(0, valid) for name, part in parts.items()}
+                        self._fill(batch, rows, valid, stream, predict=predict)
 
     async def _slot_to_fill(self, blocks: Blocks) -> I32:
         """A dirty host slot for a block, its own if it has one that nothing uses."""
@@ -207,7 +208,11 @@ class NamedCalls(NamedIds):
 
         def is_ours() -> bool:
             slot = held()
-            if slot[0] < 0 or self.closed:
+            if self.closed:
+                return True
+            if self.named.is_read(key[1], blocks.layer):
+                return False
+            if slot[0] < 0:
                 return True
             if tier.leases[slot].any():
                 return False
@@ -281,6 +286,8 @@ class NamedCalls(NamedIds):
         stream, group = self.stream_of(raw_stream), pool.group
         indices = self._store.ids.check(seq_block_ids)
         ids = np.asarray(seq_block_ids)
+        await self.prefetcher.until(lambda: self.closed or not named.is_filled(layer, indices))
+        self._store.ids.check(ids)
         length = named.length_of(layer, ids, indices, last_valid, dims.block_size)
         shape = (1, group.q_heads, group.head_dim)
         queries = block_tensor(q_dev, shape, None, pool, "q_dev")
@@ -288,7 +295,7 @@ class NamedCalls(NamedIds):
         out = block_tensor(output_dev, shape, None, pool, "output_dev", written=True)
         cache = LayerCache(pool, layer, -1, length, named.resident[layer, indices])
         query = Query(cache, indices, queries, out, output_dev, stream)
-        with self._call():
+        with self._call(), self._reads(layer, indices):
             if self.config.look_ahead:
                 self._plan_ahead(cache, indices)
             with self._named_use(stream):

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from hsswap.driver.base import Event, Stream
-from hsswap.named_blocks import NamedBlocks
+from hsswap.named_blocks import NamedBlocks, Reads
 from hsswap.retiring import Resident
 from hsswap.swap_state import SwapState
-from hsswap.tiers import SlotState
+from hsswap.tiers import I64, SlotState
 from hsswap.writeback import Batch
 
 
@@ -100,7 +100,11 @@ class NamedIds(SwapState):
         return batch
 
     def _is_in_use(self, index: int) -> bool:
-        """Whether I/O or work in flight uses a block of that id. Parked ones wait for a flush."""
+        """Whether a call, I/O or work in flight uses a block of that id. Parked ones wait for a
+        flush.
+        """
+        if self.named.is_read(index):
+            return True
         for layer in range(self.config.dims.layers):
             pool = self.pool_of(layer)
             slot = pool.tier.lookup(layer - pool.first_layer, np.array([index]))
@@ -139,6 +143,28 @@ class NamedIds(SwapState):
             self.named.calls -= 1
             if self.closed:
                 self.prefetcher.pump_soon()
+
+    @contextmanager
+    def _reads(self, layer: int, indices: I64) -> Iterator[None]:
+        """A call attends these blocks inside: none of them is filled anew, or freed."""
+        reads = Reads(layer, indices)
+        self.named.reads.append(reads)
+        try:
+            yield
+        finally:
+            self.named.reads.remove(reads)
+            if self.named.turn.locked():
+                self.prefetcher.pump_soon()
+
+    @contextmanager
+    def _fills(self, layer: int, index: int) -> Iterator[None]:
+        """A block is about to be filled inside: no call begins to attend it."""
+        self.named.filling = layer, index
+        try:
+            yield
+        finally:
+            self.named.filling = None
+            self.prefetcher.pump_soon()
 
     @contextmanager
     def _named_use(self, stream: Stream, *, fills: bool = False) -> Iterator[None]:

@@ -259,9 +259,7 @@ class SwapState:
         await sequence.quiet()
         with self.lock:
             sequence.let_go()
-        await self.retiring.settle(
-            sequence.number
-        )  # what the sequence let go before is back too, then
+        await self.retiring.settle(sequence.number)  # what it let go before is back too, then
 
         def free() -> None:
             if self.calibration is not None:

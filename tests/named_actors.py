@@ -12,7 +12,7 @@ import numpy as np
 
 from hsswap import HighSpeedSwap
 from hsswap.driver.base import Stream
-from hsswap.errors import OutOfSlots
+from hsswap.errors import OutOfSlots, StaleBlockId
 from tests.branch_actors import CALM, MOST, Kind, rows_of_kind
 from tests.named_cases import block_of
 from tests.swap_cases import U16, Case
@@ -80,6 +80,8 @@ class Tabler:
             await self.ask(table)
         elif what == 8 and len(self.tables) < 4:
             await self.share(table)
+        elif what == 9 and self.pick(2):
+            await self.ask_while_it_grows(table)
         elif self.pick(3) == 0:
             await self.drop(table)
         else:
@@ -145,6 +147,14 @@ class Tabler:
             wanted = self.right[table.kind][layer][row]
             assert (out == wanted).all(), f"tabler {self.seed}: a wrong answer in layer {layer}"
             self.calls += 1
+
+    async def ask_while_it_grows(self, table: Table) -> None:
+        """Calls on one block that overlap; without room the table is freed meanwhile."""
+        grown = self.grow(table, min(MOST, table.tokens + 1 + self.pick(20)))
+        ends = await asyncio.gather(self.ask(table), grown, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException) and not isinstance(end, StaleBlockId):
+                raise end
 
     async def drop(self, table: Table) -> None:
         """Let go of every id, whatever fails meanwhile."""

@@ -17,11 +17,14 @@ from hsswap import (
     HighSpeedSwap,
 )
 from hsswap.driver import open_device
-from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.io.ids import INDEX_MASK
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
+from hsswap.prefetch import Blocks
 from tests.branches import alone
 from tests.named_cases import CASE, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import config_for
 from tests.swap_watch import turns, watched
+from tests.ways import evict
 
 
 async def test_many_callers_and_a_disk_that_fails() -> None:
@@ -123,3 +126,53 @@ async def test_top_k_says_how_good_its_predictions_are() -> None:
         summary = swap.diagnostic_summary()
         assert summary.left_out_mass_mean == pytest.approx(float(result.left_out_mass.mean()))
         assert summary.sequences == 1
+
+
+async def test_an_offload_and_an_attend_of_the_same_block_take_turns() -> None:
+    """Both wait for a host slot, which comes free: it held the block twice, and the answer was what
+    the slot held before.
+    """
+    old, new = await alone(CASE, [*range(5)]), await alone(CASE, [*range(9)])
+    async with watched(config_of(CASE, extra_host=10)) as swap:
+        pool, ids = swap.pool[0], [await swap.alloc_disk_block_id()]
+        await swap.offload_block(layer=0, block=ids[0], **block_of(CASE, 0, 0, 5))  # type: ignore[arg-type]
+        await swap.flush()
+        await evict(swap)
+        more = swap._store.ids.allocate(pool.tier.free_count)
+        taken = await swap.prefetcher.reserve(Blocks(pool, 0, more & INDEX_MASK))
+        asked = [asyncio.ensure_future(attend(swap, CASE, 0, ids, 4, last_block_valid_slots=5))]
+        await turns(20)
+        grown = swap.offload_block(layer=0, block=ids[0], **block_of(CASE, 0, 0, 9))  # type: ignore[arg-type]
+        filling = asyncio.ensure_future(grown)
+        await turns(20)
+        asked.append(asyncio.ensure_future(attend(swap, CASE, 0, ids, 8)))
+        await turns(20)
+        swap.prefetcher.abandon(pool, taken)
+        await filling
+        before, after = await asyncio.gather(*asked)
+        assert (before == old[0][4]).all()
+        assert (after == new[0][8]).all()
+        pool.tier.check()
+        await give_back(swap, ids)
+        swap._store.ids.drop_reference(more)
+
+
+async def test_an_id_is_freed_behind_a_call_that_is_going_to_read_it() -> None:
+    gate = Gate()
+    held = Fault(FaultKind.HOLD, only="read", gate=gate)
+    wanted = await alone(CASE, [*range(640)])
+    config = replace(config_of(CASE), look_ahead=False)
+    async with watched(config, held) as swap:
+        ids: list[int] = []
+        await offload(swap, CASE, 640, ids)
+        await swap.flush()
+        await evict(swap)
+        asked = asyncio.ensure_future(attend(swap, CASE, 0, ids, 639))
+        assert await asyncio.to_thread(gate.reached.wait, 30)
+        freed = asyncio.ensure_future(give_back(swap, ids[-1:]))
+        await turns(50)
+        assert not freed.done()
+        gate.opened.set()
+        assert (await asked == wanted[0][639]).all()
+        await freed
+        await give_back(swap, ids[:-1])
