@@ -7,9 +7,10 @@
         result = await sequence.attend(layer, queries)
         await result.done()
 
-or, without an event loop, ``with hsswap.blocking(config) as swap``. Importing does nothing but
-define names; the names below, and the modules ``bf16`` and ``rounds``, are loaded when they are
-first used.
+or, without an event loop, ``with hsswap.blocking(config) as swap``. :class:`SwapConfig` says how
+much of the cache is where, :class:`HighSpeedSwap` and :class:`Sequence` what an engine calls, and
+``hsswap.rounds`` is speculation. Importing does nothing but define names; the names below, and the
+modules ``bf16``, ``rope`` and ``rounds``, are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hsswap import bf16 as bf16
+    from hsswap import rope as rope
     from hsswap import rounds as rounds
     from hsswap.attending import AttendResult
     from hsswap.config import LayerGroup, ModelDims, PredictorConfig, SwapConfig
@@ -117,7 +119,7 @@ _HOME = {
 }
 
 
-_MODULES = ("bf16", "rounds")
+_MODULES = ("bf16", "rope", "rounds")
 
 
 def __getattr__(name: str) -> object:
@@ -126,3 +128,7 @@ def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(import_module(f"hsswap.{_HOME[name]}"), name)
     raise AttributeError(f"module 'hsswap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -39,7 +39,8 @@ class AttendResult:
     """Attention that has been enqueued.
 
     ``out`` is the array given, or the one made: ``[rows, q_heads, value_dim]``, BF16; its bytes are
-    there once :meth:`done` or :meth:`synchronize` returned. ``left_out_mass`` ``[kv_heads]``: the
+    there once :meth:`done` or :meth:`synchronize` returned, and for whatever is enqueued behind it
+    on the same stream. ``left_out_mass`` ``[kv_heads]``: the
     share of the attention to full blocks that top-k left out, as the predictor has it: an estimate,
     right on average (see :class:`TopK`); 0 in exact mode. ``chosen``
     ``[kv_heads, n]``: the full blocks attended in top-k mode (-1: none, with a bound on the share

@@ -32,6 +32,11 @@ class Sequence(LookingAhead):
 
     Calls of one sequence must not overlap (ArgumentError); different sequences are independent.
     Layers are used in order, each at its own length. Close it, or leave its ``async with``.
+
+    ``stream`` of a call: what its work is enqueued on, and behind; a raw handle as an int (torch:
+    ``stream.cuda_stream``) or an object with ``__cuda_stream__``. None: the swap's own, which waits
+    for no other: what is given must be there by then, and what comes out is waited for. Calls on
+    several streams follow each other in order.
     """
 
     def __repr__(self) -> str:

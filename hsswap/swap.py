@@ -55,6 +55,11 @@ class HighSpeedSwap(BatchCalls):
 
     Open it with ``async with HighSpeedSwap.open(config) as swap``. It belongs to the event loop it
     was opened on; plain functions (``try_attend``, ``statistics``) may be called from any thread.
+
+    An engine calls :meth:`sequence`, :meth:`open_prefix`, :meth:`attend_batch`, :meth:`flush`,
+    :meth:`statistics` and :meth:`close`, or, for blocks by id, :meth:`alloc_disk_block_id`,
+    ``offload_block...``, ``attend_layer...``, :meth:`inc_disk_ref` and :meth:`dec_disk_ref`. What
+    else is here is for sequences.
     """
 
     def __del__(self) -> None:
@@ -122,7 +127,9 @@ class HighSpeedSwap(BatchCalls):
 
     @classmethod
     async def new(cls, *, cfg: SwapConfig, ctx: Device | None = None) -> Self:
-        """:meth:`create` on an open device, which the swap closes in the end."""
+        """:meth:`create` on a device that ``hsswap.driver.open_device`` opened, and that the swap
+        closes in the end.
+        """
         return await cls.create(cfg, device=ctx)
 
     @classmethod

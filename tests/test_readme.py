@@ -4,6 +4,7 @@ targets of make and files are there.
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import hsswap
 from hsswap.__main__ import make_parser
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +46,27 @@ def test_the_example_runs() -> None:
     tokens, bytes_read = map(int, done.stdout.split())
     assert tokens == 3072
     assert bytes_read > 0
+
+
+def test_names_are_there_after_import_hsswap() -> None:
+    names = set(re.findall(r"`(?:with )?(hsswap\.[A-Za-z_0-9.]+)", text_of("README.md")))
+    assert len(names) > 5
+    for name in sorted(names):  # each in a process that has loaded nothing else
+        done = subprocess.run(
+            [sys.executable, "-c", f"import hsswap; {name}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_help_shows_the_public_names() -> None:
+    shown = pydoc.plain(pydoc.render_doc(hsswap))
+    shown_names = re.findall(r"^    (?:class )?(\w+)\(", shown, re.MULTILINE)
+    missing = set(hsswap.__all__) - set(shown_names)
+    assert missing == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
