@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hsswap.arguments import checked_length
 from hsswap.captured import MOST_ROWS, CapturedSteps
@@ -20,7 +21,7 @@ from hsswap.errors import ArgumentError, OutOfSlots
 from hsswap.exact import LayerCache
 from hsswap.io.waiting import to_the_end
 from hsswap.loop import in_thread, insist
-from hsswap.pools import GroupPool
+from hsswap.pools import GroupPool, Promise
 from hsswap.prefetch import Blocks
 from hsswap.retiring import Resident
 from hsswap.reusing import Reusing
@@ -164,17 +165,29 @@ class Capturing(Reusing):
                         f"captured steps need {count} host slots for the sequence's blocks and "
                         f"{max(0, most)} can be held; raise host_slots by {count - max(0, most)}"
                     )
-        step = swap.config.tile_blocks
-        for cache, blocks in zip(self._layers, missing, strict=True):
-            leased = np.full(first, -1, np.int32)
-            holding.leased.append(leased)
-            for start in range(0, len(blocks), step):
-                part = blocks[start : start + step]
-                asked = Blocks(cache.pool, cache.layer, self._indices[part])
-                loaded = await swap.prefetcher.load(asked)
-                with swap.lock:
-                    leased[part] = loaded.slots
-                    cache.pool.tier.pin(loaded.slots)
+            promise = Promise(wanted)
+        try:
+            for cache, blocks in zip(self._layers, missing, strict=True):
+                leased = np.full(first, -1, np.int32)
+                holding.leased.append(leased)
+                await self._hold_blocks(cache, blocks, leased, promise)
+        finally:
+            with swap.lock:
+                promise.end()
+
+    async def _hold_blocks(
+        self, cache: LayerCache, blocks: NDArray[np.intp], leased: I32, promise: Promise
+    ) -> None:
+        """Those of one layer, into ``leased``."""
+        swap, step = self._swap, self._swap.config.tile_blocks
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step]
+            asked = Blocks(cache.pool, cache.layer, self._indices[part])
+            loaded = await swap.prefetcher.load(asked)
+            with swap.lock:
+                leased[part] = loaded.slots
+                cache.pool.tier.pin(loaded.slots)
+                promise.keep(cache.pool, len(part))
 
     def _write_filled(self, steps: CapturedSteps, filled: int) -> None:
         """Write behind what is full and final: the first ``filled`` of the blocks that the steps

@@ -80,6 +80,8 @@ class GroupPool:
         self.holders = Holders()
         self.reserved_slots = 0
         """Dirty host slots held for blocks that are being filled or will be."""
+        self.promised_slots = 0
+        """Host slots that calls under way are going to hold."""
         shape = (device_count * group.kv_heads, unit_bytes)
         self.units = UnitPool(tensor_in(self.device_memory, "u8", shape), group, dims.block_size)
         shape = (host_count, self.block_bytes)
@@ -149,7 +151,7 @@ class GroupPool:
         """Host slots that may be held while nothing is on its way to free them: others need two
         tiles.
         """
-        held = self.reserved_slots + self.tier.pinned_count
+        held = self.reserved_slots + self.promised_slots + self.tier.pinned_count
         return self.tier.slot_count - 2 * tile_blocks - held
 
     def close(self) -> None:
@@ -158,6 +160,27 @@ class GroupPool:
             self.copies.close()
         self.host_memory.close()
         self.device_memory.close()
+
+
+class Promise:
+    """Host slots that a call is going to hold, one by one as they come free: counted from the
+    beginning, so that calls that wait side by side do not count on the same ones. Under the lock.
+    """
+
+    def __init__(self, wanted: dict[GroupPool, int]) -> None:
+        self._left = wanted
+        for pool, count in wanted.items():
+            pool.promised_slots += count
+
+    def keep(self, pool: GroupPool, count: int) -> None:
+        """So many are held."""
+        self._left[pool] -= count
+        pool.promised_slots -= count
+
+    def end(self) -> None:
+        """The call holds no more."""
+        for pool, count in self._left.items():
+            self.keep(pool, count)
 
 
 class ScratchPool:

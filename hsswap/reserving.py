@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsswap.errors import OutOfSlots
-from hsswap.pools import GroupPool
+from hsswap.pools import GroupPool, Promise
 from hsswap.prefetch import Blocks
 from hsswap.tiers import I32
 
@@ -32,18 +32,33 @@ class Reservation:
         """How many of the next ``blocks`` blocks to be filled have no slot yet."""
         return max(0, blocks - len(self._slots[layer]))
 
-    def check(self, wanted: dict[GroupPool, int]) -> None:
-        """Raise OutOfSlots, with the number needed, when a group cannot spare that many more."""
-        for pool, count in wanted.items():
-            most = pool.spare_host_slots(self._swap.config.tile_blocks)
-            if count > most:
-                raise OutOfSlots(
-                    f"{count} host slots are to be reserved and {max(0, most)} can be; raise "
-                    f"host_slots by {count - max(0, most)} or reserve for fewer tokens"
-                )
+    async def add(self, wanted: list[Blocks]) -> None:
+        """Hold slots for blocks behind those held already, all or as many as came before it failed.
 
-    async def add(self, blocks: Blocks) -> None:
-        """Hold slots for blocks behind those held already. Raises what waiting for slots raises."""
+        Raises OutOfSlots, with the number needed, when a group cannot spare that many more, and
+        what waiting for slots raises.
+        """
+        counts: dict[GroupPool, int] = {}
+        for blocks in wanted:
+            counts[blocks.pool] = counts.get(blocks.pool, 0) + len(blocks.indices)
+        with self._swap.lock:
+            for pool, count in counts.items():
+                most = pool.spare_host_slots(self._swap.config.tile_blocks)
+                if count > most:
+                    raise OutOfSlots(
+                        f"{count} host slots are to be reserved and {max(0, most)} can be; raise "
+                        f"host_slots by {count - max(0, most)} or reserve for fewer tokens"
+                    )
+            promise = Promise(counts)
+        try:
+            for blocks in wanted:
+                await self._add(blocks, promise)
+        finally:
+            with self._swap.lock:
+                promise.end()
+
+    async def _add(self, blocks: Blocks, promise: Promise) -> None:
+        """Those of one layer."""
         step = self._swap.config.tile_blocks
         for start in range(0, len(blocks.indices), step):
             part = Blocks(blocks.pool, blocks.layer, blocks.indices[start : start + step])
@@ -51,6 +66,7 @@ class Reservation:
             with self._swap.lock:
                 self._slots[blocks.layer] = np.append(self._slots[blocks.layer], slots)
                 blocks.pool.reserved_slots += len(slots)
+                promise.keep(blocks.pool, len(slots))
 
     def held(self, layer: int, count: int) -> I32:
         """The slots of the next ``count`` blocks to be filled, which stay held."""

@@ -10,7 +10,6 @@ from hsswap.arguments import checked_length
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError
 from hsswap.forking import Cut, enqueue_copy, enqueue_restore
-from hsswap.pools import GroupPool
 from hsswap.prefetch import Blocks
 from hsswap.retiring import Resident
 from hsswap.sequence_state import SequenceState
@@ -62,18 +61,12 @@ class Reshaping(SequenceState):
             lambda: self._hold_ids(self._swap.config.dims.blocks_of(max(lengths)))
         )
         wanted: list[Blocks] = []
-        of_pool: dict[GroupPool, int] = {}
         for cache, length in zip(self._layers, lengths, strict=True):
             first = cache.length // cache.pool.block_size
             stop = length // cache.pool.block_size
             count = self._reservation.missing(cache.layer, stop - first)
-            indices = self._indices[stop - count : stop]
-            wanted.append(Blocks(cache.pool, cache.layer, indices))
-            of_pool[cache.pool] = of_pool.get(cache.pool, 0) + count
-        with self._swap.lock:
-            self._reservation.check(of_pool)
-        for more in wanted:
-            await self._reservation.add(more)
+            wanted.append(Blocks(cache.pool, cache.layer, self._indices[stop - count : stop]))
+        await self._reservation.add(wanted)
 
     async def truncate(self, length: int, *, stream: object | None = None) -> None:
         """Forget all but the first ``length`` tokens of every layer: rejected speculation.

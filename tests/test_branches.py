@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 import hsswap
 from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots, SwapConfig
 from hsswap.arguments import Given
+from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.prefetch import Blocks
 from tests.branches import TOP_K, Branch, alone, rows_of
 from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
 from tests.swap_watch import Linked, Stuck, pools_of, turns, until, watched, within
+from tests.ways import evict
 
 CASE = random_case(SMALL, 900, seed=21)
 OTHER = random_case(MIXED, 900, seed=22)
@@ -313,6 +316,43 @@ async def test_reservations_that_cannot_be_are_refused_with_the_number() -> None
         await branch.append([*range(100, 130)])
         await branch.check()
         assert not any(pool.reserved_slots for pool in pools_of(swap))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+async def test_callers_that_wait_side_by_side_do_not_count_on_the_same_room(captures: bool) -> None:
+    """Who holds slots for long leaves two tiles for the others, also when room is short just now;
+    the second one was let in, and who attended beside them could find no room for ever.
+    """
+    async with watched(config_of(CASE, branches=3, extra_host=24)) as swap:
+        pool, tile = swap.pool[0], swap.config.tile_blocks
+        branches = [Branch(swap.sequence(), CASE) for _ in range(3)]
+        await branches[2].append([*range(700)])  # first: what may stay in device slots is its
+        for branch in branches[:2]:
+            await branch.append([*range(80)])
+        await swap.flush()
+        await evict(swap)
+        others = swap._store.ids.allocate(pool.tier.free_count)
+        taken = await swap.prefetcher.reserve(Blocks(pool, 0, others & INDEX_MASK))
+
+        async def hold(branch: Branch) -> None:
+            if not captures:
+                return await branch.sequence.reserve(100)
+            async with branch.sequence.captured(1):
+                await held.wait()
+
+        held = asyncio.Event()
+        calls = [asyncio.ensure_future(hold(branch)) for branch in branches[:2]]
+        await turns(20)
+        swap.prefetcher.abandon(pool, taken)
+        swap._store.ids.drop_reference(others)
+        await until(calls[1].done)
+        assert pool.spare_host_slots(tile) == 6
+        await branches[2].check()
+        held.set()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert ends[0] is None
+        assert isinstance(ends[1], OutOfSlots)
+        await branches[2].check()
 
 
 async def test_a_cancelled_reservation_leaves_an_earlier_one() -> None:
