@@ -185,12 +185,20 @@ class Calibration:
         """Have a basis if what was shown is enough for one."""
         if self._predictor.ready:
             return
-        await self._swap.prefetcher.until(lambda: self._swap.closed or not self._copies)
+        await self._swap.prefetcher.until(lambda: self._swap.closed or self._may_begin())
         self._swap.check_open()
-        if self._task is None and self._least(self._keys) >= LEAST_TOKENS:
-            self._begin()
         if self._task is not None:
             await asyncio.shield(self._task)
+
+    def _may_begin(self) -> bool:
+        """Begin, if what was shown is enough; False while some is on its way. Under the lock: no
+        thread may show more between the look and the beginning.
+        """
+        if self._copies:
+            return False
+        if self._task is None and self._least(self._keys) >= LEAST_TOKENS:
+            self._begin()
+        return True
 
     async def basis_of_stored(self, indices: I64) -> None:
         """Have a basis, if nothing else can make one of keys that are stored.
@@ -204,11 +212,12 @@ class Calibration:
         if self._predictor.ready or len(part) * dims.block_size < SINK_TOKENS + LEAST_TOKENS:
             return
         shown = [await self._stored(layer, part) for layer in range(dims.layers)]
-        self._swap.check_open()
-        if self._task is None and not self._predictor.ready:
-            with self._swap.lock:  # copies for whom was watched go nowhere
+        with self._swap.lock:
+            self._swap.check_open()
+            if self._task is None and not self._predictor.ready:
+                # Copies for whom was watched go nowhere.
                 self._keys, self._queries = shown, [_Shown() for _ in shown]
-            self._begin()
+                self._begin()
         await self.basis()
 
     async def _stored(self, layer: int, indices: I64) -> _Shown:
@@ -218,6 +227,7 @@ class Calibration:
         for start in range(0, len(indices), step):
             loaded = await swap.prefetcher.load(Blocks(pool, layer, indices[start : start + step]))
             try:
+                swap.check_open()
                 parts = block_views(pool.blocks)
                 rows = _by_token(wide_keys(pool.group, parts, loaded.slots))
             finally:

@@ -45,13 +45,14 @@ class Reusing(Reshaping):
         and those of the first 1,024 tokens before, where there is no basis yet: raises BlockIOError
         then.
         """
-        self._set_ids(ids)
-        if self.top_k is not None and self._swap.calibration is not None:
-            await self._swap.calibration.basis_of_stored(self._indices)
-        for cache in self._layers:
-            cache.grow(len(ids) + 1)
-            cache.length = len(ids) * cache.pool.block_size
-            if self.top_k is not None:
-                stream = self._swap.stream_of(None)
-                with self._ordered(stream):
-                    await code_blocks(self._swap, stream, cache, self._indices, scan=True)
+        with self._exclusive("open_prefix"):
+            self._set_ids(ids)
+            if self.top_k is not None and self._swap.calibration is not None:
+                await self._swap.calibration.basis_of_stored(self._indices)
+            for cache in self._layers:
+                cache.grow(len(ids) + 1)
+                cache.length = len(ids) * cache.pool.block_size
+                if self.top_k is not None:
+                    stream = self._swap.stream_of(None)
+                    with self._ordered(stream):
+                        await code_blocks(self._swap, stream, cache, self._indices, scan=True)

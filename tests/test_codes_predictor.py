@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,6 +223,32 @@ async def test_a_fork_uses_the_same_codes(case: Case) -> None:
         await sequence.truncate(900)
         again = await step(sequence, case, 900)
         assert again[0].shape == chosen.shape
+
+
+async def test_rows_that_a_thread_shows_as_a_basis_begins_are_not_in_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They came between the look whether copies are on their way and the beginning, and went into
+    samples that were being read.
+    """
+    async with HighSpeedSwap.open(config(), io=MemoryIO()) as swap:
+        sequence, calibration = swap.sequence(top_k=TOP_K), swap.calibration
+        assert calibration is not None
+        await prefill(sequence, case, 100)
+        until, on_their_way = swap.prefetcher.until, []
+
+        async def until_and_more(condition: Callable[[], bool]) -> None:
+            await until(condition)
+            for layer in range(LAYERS):
+                part = slice(100, 110)
+                assert sequence.try_append(layer, case.keys[layer][part], case.values[layer][part])
+            on_their_way.append(len(calibration._copies))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(swap.prefetcher, "until", until_and_more)
+            await calibration.basis()
+        assert on_their_way == [0]
+        assert predictor_of(swap).ready
 
 
 async def test_a_prompt_that_ends_early_leaves_it_to_the_next(case: Case) -> None:

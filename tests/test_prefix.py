@@ -7,6 +7,7 @@ import errno
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from hsswap import (
     OutOfSlots,
     PredictorConfig,
     SwapConfig,
+    calibrating,
 )
-from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.driver.host_ops import block_views
+from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from tests.branches import TOP_K, Branch
 from tests.swap_cases import SMALL, config_for, random_case
 from tests.swap_watch import turns, watched
@@ -217,6 +220,34 @@ async def test_opening_that_is_cancelled_gives_everything_back() -> None:
                 await call.result().close()
             await swap.retiring.ended()
         await (await swap.open_prefix(TOKENS, top_k=TOP_K)).close()
+
+
+async def test_a_swap_that_closes_waits_for_an_opening_that_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which reads no host memory any more: it could be gone."""
+    gate = Gate()
+    config = config_for(CASE, sequences=2, capacity=2400, extra_device=3 * TOP_K.cache_blocks(16))
+    config = replace(config, predictor=PredictorConfig())
+    held = Fault(FaultKind.HOLD, only="read", gate=gate)
+    async with watched(config, held, close_sequences=False) as swap:
+        await stored(swap, 560)
+        looks: list[bool] = []
+
+        def look(*blocks: Any) -> Any:
+            looks.append(swap.closed)
+            return block_views(*blocks)
+
+        monkeypatch.setattr(calibrating, "block_views", look)
+        opening = asyncio.ensure_future(swap.open_prefix(TOKENS, top_k=TOP_K))
+        assert await asyncio.to_thread(gate.reached.wait, 30)
+        closing = asyncio.ensure_future(swap.close())
+        await turns(20)
+        gate.opened.set()
+        await closing
+        assert opening.done()
+        assert isinstance(opening.exception(), ClosedError)
+        assert not any(looks)
 
 
 def test_blocking_callers_have_the_same_calls() -> None:
