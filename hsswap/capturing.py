@@ -225,14 +225,19 @@ class Capturing(Reusing):
     ) -> None:
         """Go on where the steps ended; then free what they used."""
         swap = self._swap
+        with swap.lock:
+            if swap.closed and not self._busy:  # with it goes all of this
+                return
+            self._busy = "the end of captured steps"  # a swap that closes from now on waits for it
         try:
             with swap.lock:
-                if self._steps is not None and not swap.closed:
+                if self._steps is not None:
                     self._hand_over(steps, held, before, stream)
         finally:
-            if not swap.closed:  # with it goes all of this
-                await self.quiet()
-                await in_thread(steps.free)
+            await self.quiet()
+            await in_thread(steps.free)
+            self._busy = ""
+            swap.prefetcher.pump_soon()
 
     def _hand_over(
         self, steps: CapturedSteps, held: list[Held], before: _Before, stream: Stream

@@ -15,7 +15,7 @@ from hsswap.tiers import SlotState
 from tests.branches import Branch, alone
 from tests.captured_engine import check_row, config_of, decoding, engine_of
 from tests.swap_cases import MIXED, SMALL, Case, random_case
-from tests.swap_watch import Linked, pools_of, turns, until, watched, within
+from tests.swap_watch import Linked, Stuck, pools_of, turns, until, watched, within
 
 CASE = random_case(SMALL, 900, seed=41)
 OTHER = random_case(MIXED, 900, seed=42)
@@ -197,6 +197,49 @@ async def test_others_go_on_beside_captured_steps() -> None:
             with pytest.raises(OutOfSlots, match=r"raise host_slots by|can be held"):
                 await within(lambda: other.sequence.captured(16).__aenter__())
         await branch.check()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_end_of_steps_is_a_call_that_closing_waits_for(cancelled: bool) -> None:
+    """It frees memory, behind work that runs; the swap frees all of it, and closed the device."""
+    async with watched(config_of(CASE, 640), close_sequences=False) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(100)])
+        stuck = Stuck(swap)
+        freed: list[bool] = []
+
+        async def decode() -> None:
+            async with branch.sequence.captured(4) as steps:
+                free = steps.free
+
+                def watched_free() -> None:
+                    freed.append(not swap._resources)
+                    free()
+
+                steps.free = watched_free  # type: ignore[method-assign]
+                await begun.wait()
+                steps.stream.wait_for(stuck.stream.record())
+
+        begun = asyncio.Event()
+        decoding = asyncio.ensure_future(decode())
+        await until(lambda: branch.sequence._steps is not None)
+        begun.set()
+        await turns(20)
+        try:
+            with pytest.raises(ArgumentError, match="the end of captured steps"):
+                await branch.append([1])
+            closing = asyncio.ensure_future(swap.close())
+            await turns(5)
+            if cancelled:
+                decoding.cancel()
+                await turns(5)
+            assert not swap._no_call()
+        finally:
+            stuck.go()
+        await within(lambda: asyncio.wait([closing, decoding]))
+        assert decoding.cancelled() == cancelled
+        assert freed
+        assert not any(freed)
 
 
 async def test_what_cannot_be_captured() -> None:
