@@ -169,7 +169,7 @@ class SwapState:
         try:
             self._store.commit_prefix(tokens, ids)
         except ArgumentError:
-            await self.writes.flush()  # raises what keeps a block from being written
+            await self.writes.flush(ids & np.int64(INDEX_MASK))  # raises what keeps one from it
             self._store.commit_prefix(tokens, ids)
         if self._store.persistent:
             await self._store.flush()

@@ -20,7 +20,7 @@ from hsswap.loop import Mailbox
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
 from hsswap.prefetch import Blocks
-from hsswap.tiers import I32, SlotState
+from hsswap.tiers import I32, I64, SlotState
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,11 @@ class WriteBehind:
         problem.__cause__ = error
         self._failed.append((batch, problem))
 
-    async def flush(self) -> None:
+    async def flush(self, indices: I64 | None = None) -> None:
         """Wait until everything announced before has been written, failed blocks tried once more.
 
-        Raises the first error of a block that is still not on disk; it stays dirty in memory.
+        Raises the first error of a block, or of one of these, that is still not on disk; it stays
+        dirty in memory.
         """
         epoch = self._next_epoch()
         await self._until_idle(epoch)
@@ -115,7 +116,8 @@ class WriteBehind:
             self._write(batch)
         await self._until_idle(epoch)
         for batch, error in self._failed:
-            if batch.epoch <= epoch:
+            asked = indices is None or np.isin(batch.blocks.indices, indices).any()
+            if batch.epoch <= epoch and asked:
                 raise error
 
     async def settle(self) -> None:

@@ -26,6 +26,7 @@ from hsswap import (
     calibrating,
 )
 from hsswap.driver.host_ops import block_views
+from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from tests.branches import TOP_K, Branch
 from tests.swap_cases import SMALL, config_for, random_case
@@ -178,6 +179,22 @@ async def test_what_cannot_be_written_is_not_committed() -> None:
                 continue
             break
         assert len((await reopened(swap, TOKENS)).rows) == 320
+
+
+async def test_others_blocks_that_cannot_be_written_are_not_told() -> None:
+    spot = config_of().dims.block_bytes(config_of().dims.groups[0]) * np.array([32, 64])
+    once = Fault(FaultKind.ERRNO, only="write", count=40, errno=errno.ENOSPC)
+    bad = Fault(FaultKind.ERRNO, only="write", count=None, offsets=(int(spot[0]), int(spot[1])))
+    async with watched(config_of(extra_host=200), once, bad) as swap:
+        branch, other = (Branch(swap.sequence(), CASE) for _ in range(2))
+        await branch.append([*range(330)])
+        await other.append([*range(100)])
+        assert other.sequence.ids[0] & INDEX_MASK == 32
+        await swap.writes.settle()
+        assert swap.statistics().write_errors > 6
+        assert await branch.sequence.commit(TOKENS[:330]) == 320
+        with pytest.raises(BlockIOError):
+            await other.sequence.commit(TOKENS[:100])
 
 
 async def test_bad_tokens_are_refused_before_anything_changes() -> None:
