@@ -210,7 +210,8 @@ def _ending(error: BaseException) -> _Ending | None:
         case ArgumentError() | ConfigError():
             return _Ending(USAGE, str(error))
         case HsswapError():
-            return _Ending(FAILED, str(error))
+            # Of a device the remedy is a setting, which the command has as an option.
+            return _Ending(FAILED, str(error).replace('device="host"', "--device host"))
         case MemoryError():
             what = str(error) or "no more can be had"
             return _Ending(FAILED, f"memory: {what}; free some, or take a smaller model")

@@ -221,6 +221,14 @@ def test_a_device_without_a_driver(tiny: TinyRun, capsys: Capture) -> None:
     assert "--device host" in printed
 
 
+def test_a_folder_of_a_persistent_store(tiny: TinyRun, tmp_path: Path, capsys: Capture) -> None:
+    more = ("--tokens", "2", "--dir", str(tmp_path / "store"))
+    assert main(tiny.arguments(*more, "--persist")) == 0
+    capsys.readouterr()
+    assert main(tiny.arguments(*more)) == 2
+    assert "holds a persistent store: give --persist" in complaint(capsys)
+
+
 def test_plot_without_matplotlib(
     tiny: TinyRun, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from hsswap.commands.output import save, say
 from hsswap.commands.places import file_to_write
 from hsswap.driver import open_device
 from hsswap.driver.cuda_attention import enqueue_attend, enqueue_finalize
-from hsswap.errors import DeviceError
+from hsswap.errors import ArgumentError, DeviceError
 
 TOLERANCE = 1.5 * 2.6e-3
 """Promise 1: 1.5 times the usual kernel's error, which is at most 2.6e-3 on these inputs."""
@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, _: Interrupts) -> int:
     """Measure. Returns 0, or 1 when a result was wrong or a floor was missed."""
     wanted = names_of(args.only, NUMBERS, "--only")
+    if args.device == "host":
+        raise ArgumentError("--device host: bench attention compares kernels of a GPU; give cuda:N")
     need_gpu(args.device, "bench attention compares kernels of a GPU and has no other way")
     try:
         import torch

@@ -35,7 +35,8 @@ def need_gpu(device: str, otherwise: str) -> None:
     try:
         load_driver(device)
     except DeviceError as error:
-        raise DeviceError(f"{error}; {otherwise}") from error
+        reason = str(error).partition(', or use device="host"')[0]
+        raise DeviceError(f"{reason}; {otherwise}") from error
 
 
 class Lab:

@@ -28,6 +28,7 @@ from hsswap.driver import open_device
 from hsswap.driver.base import Device
 from hsswap.errors import ArgumentError, DeviceError, VerifyError
 from hsswap.fitting import LESSON_SPAN
+from hsswap.io.manifest import MANIFEST_NAME
 from hsswap.models import (
     GgufFile,
     Llama,
@@ -64,6 +65,11 @@ class Job:
                 raise ArgumentError("--plot needs 2 or more tokens: the first one is prefill's")
         if options.persist and options.directory is None:
             raise ArgumentError("--persist needs --dir, the folder that the cache stays in")
+        place = options.directory
+        if not options.persist and place is not None and (place / MANIFEST_NAME).is_file():
+            raise ArgumentError(
+                f"--dir {place} holds a persistent store: give --persist, or name another folder"
+            )
         if options.persist and options.io == "memory":
             raise ArgumentError("--io memory keeps nothing; leave --persist out, or --io")
         if options.persist and options.verify:
@@ -116,7 +122,8 @@ def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the command. Raises HsswapError or Interrupted."""
     options = GenerateOptions.of(parsed)
     job = Job.of(options)
-    check_device(options.device)
+    if options.device != "host":
+        open_device(options.device).close()  # raises DeviceError before the model is loaded
     say(f"loading {job.file.path.name}", sys.stderr)
     model = load_model(job.file, options.device)
     text_to = None if options.json else sys.stdout
@@ -135,16 +142,6 @@ def main(parsed: argparse.Namespace, interrupts: Interrupts) -> int:
             suffix = f" ({more} more calls failed)" if more else ""
             raise VerifyError(f"{failures[0]}{suffix}")
     return 0
-
-
-def check_device(name: str) -> None:
-    """Open the device for a moment. Raises DeviceError, with the option to give instead."""
-    if name == "host":
-        return
-    try:
-        open_device(name).close()
-    except DeviceError as error:
-        raise DeviceError(str(error).replace('device="host"', "--device host")) from error
 
 
 def load_model(file: GgufFile, device: str) -> Model:

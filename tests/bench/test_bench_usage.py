@@ -23,6 +23,7 @@ def test_results_need_a_place(
     ("arguments", "words"),
     [
         (["attention", "--only", "A1,A9"], "--only has 'A9'; known: A1, A2, A3, A4, F8, S1"),
+        (["attention", "--device", "host"], "compares kernels of a GPU; give cuda:N"),
         (["overlap", "--only", "decode,all"], "--only has 'all'; known: prefill, decode"),
         (["overlap", "--only", ""], "known: prefill, decode"),
         (["decode", "--arms", "all"], "--arms has 'all'; known: host-decided, copies, offloaded"),
