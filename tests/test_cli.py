@@ -68,7 +68,7 @@ def complaint(capsys: Capture) -> str:
         (["generate", "--prompt-file", "x", "--dir", "x" * 300], "cannot be looked up (File name"),
         (["generate", "--prompt-file", "x", "--plot", "x" * 300 + ".png"], "cannot be looked up"),
         (["fsck", ""], "D: the name is empty"),
-        (["fsck", "x" * 300], "holds no persistent store"),
+        (["fsck", "x" * 300], "cannot be looked into (File name too long)"),
         (["fsck", "/dev/null"], "holds no persistent store"),
         (["doctor", "--dir", ""], "--dir: the name is empty"),
         (["doctor", "--dir", "/dev/null"], "/dev/null is no directory"),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from hsswap.driver.base import Event
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked, error_of
+from hsswap.forked import awaited
 
 POLL_S = 0.05
 """Seconds. The latency of a failure, and of a wake-up that got lost."""
@@ -146,7 +147,7 @@ class CudaEvent(Event):
         """Wait on the running loop; raises DeviceError on failure. Cancelling changes nothing."""
         if not self.is_done():
             loop = asyncio.get_running_loop()
-            reached: asyncio.Future[None] = loop.create_future()
+            reached: asyncio.Future[None] = awaited(loop.create_future())
             self.waiter.add(self, _Wake(loop, reached), self._wakes)
             await reached
             self.is_done()

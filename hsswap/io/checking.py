@@ -65,7 +65,13 @@ def check_store(path: Path) -> Report:
     Raises ConfigError when there is none or it cannot be read, StoreLocked while somebody has it
     open, BlockIOError when the drive fails in another place than a block.
     """
-    if not os.path.isfile(path / MANIFEST_NAME):  # False also for a name that is too long
+    try:
+        is_there = (path / MANIFEST_NAME).is_file()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be looked into ({error.strerror}); name a store you may read"
+        ) from error
+    if not is_there:
         raise ConfigError(f"{path} holds no persistent store: it has no {MANIFEST_NAME}")
     with _locked(path), _mapped(f"checking {path}"):
         manifest = _manifest(path)
