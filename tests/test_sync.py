@@ -72,7 +72,9 @@ def test_append_and_attend_without_a_loop() -> None:
 
 TRIED = {"try_append", "try_attend", "try_truncate"}
 """Plain calls that the blocking ones try first."""
-FOR_THE_SWAP = {"quiet", "let_go", "free_slots", "adopt", "number", "ids", "top_k", "busy"}
+FOR_THE_SWAP = {
+    "quiet", "launched", "let_go", "free_slots", "adopt", "number", "ids", "top_k", "busy",
+}  # fmt: skip
 BY_RUN = {
     "offload_block", "offload_block_on_stream", "offload_block_no_predict_on_stream",
     "attend_layer", "attend_layer_on_stream", "attend_layer_on_stream_with_q_pos",
