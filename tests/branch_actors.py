@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from hsswap import HighSpeedSwap, Sequence
-from hsswap.errors import BlockIOError, OutOfBlocks, OutOfSlots
-from hsswap.io.memory import Gate, MemoryIO
+from hsswap.io.memory import MemoryIO
 from tests.branches import alone
 from tests.places import Places
+from tests.storming import CALM, Raging
 from tests.swap_cases import U16, Case, config_for
 from tests.swap_watch import turns
 
-CALM = (BlockIOError, OutOfBlocks, OutOfSlots)
 CUTS = (45, 96, 203, 400)
 MOST = 560
 Kind = tuple[int, int, int]
@@ -73,8 +72,8 @@ class Line:
 
 
 @dataclass(eq=False)
-class Grower:
-    """One task of a storm. ``calls`` counts answers that were compared, ``done`` operations."""
+class Grower(Raging):
+    """One task of a storm. ``calls`` counts answers that were compared."""
 
     swap: HighSpeedSwap
     case: Case
@@ -85,23 +84,9 @@ class Grower:
     done: int = 0
     lines: list[Line] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.random = np.random.default_rng(self.seed)
-
-    def pick(self, below: int) -> int:
-        return int(self.random.integers(below))
-
-    async def run(self, operations: int) -> None:
-        """So many operations, then close everything."""
-        try:
-            for _ in range(operations):
-                with suppress(*CALM):
-                    await self.act()
-                self.done += 1
-                await turns(self.pick(4))
-        finally:
-            for line in list(self.lines):
-                await self.close(line)
+    async def end(self) -> None:
+        for line in list(self.lines):
+            await self.close(line)
 
     async def act(self) -> None:
         """Something, for one of the sequences."""
@@ -238,15 +223,3 @@ class Grower:
             task.cancel()
             await asyncio.wait([task])
         return await task
-
-
-async def keep_gates(gates: list[Gate], ended: asyncio.Event) -> None:
-    """Let held operations go a while after they were reached: a slow disk."""
-    closed = list(gates)
-    while closed:
-        await turns(20)
-        for gate in list(closed):
-            if gate.reached.is_set() or ended.is_set():
-                await turns(40)
-                gate.opened.set()
-                closed.remove(gate)

@@ -13,8 +13,9 @@ import numpy as np
 from hsswap import HighSpeedSwap
 from hsswap.driver.base import Stream
 from hsswap.errors import OutOfSlots, StaleBlockId
-from tests.branch_actors import CALM, MOST, Kind, rows_of_kind
+from tests.branch_actors import MOST, Kind, rows_of_kind
 from tests.named_cases import block_of
+from tests.storming import CALM, Raging
 from tests.swap_cases import U16, Case
 from tests.swap_watch import turns
 
@@ -33,7 +34,7 @@ class Table:
 
 
 @dataclass(eq=False)
-class Tabler:
+class Tabler(Raging):
     """One task of a storm. ``calls`` counts answers that were compared, ``shared`` tables that
     began with blocks of another."""
 
@@ -47,27 +48,16 @@ class Tabler:
     tables: list[Table] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.random = np.random.default_rng(self.seed)
+        super().__post_init__()
         self.size = self.case.dims.block_size
         self.streams: list[Stream | None] = [None, self.swap.device.stream()]
 
-    def pick(self, below: int) -> int:
-        return int(self.random.integers(below))
-
-    async def run(self, operations: int) -> None:
-        """So many operations, then free everything."""
-        try:
-            for _ in range(operations):
-                with suppress(*CALM):
-                    await self.act()
-                self.done += 1
-                await turns(self.pick(4))
-        finally:
-            for table in list(self.tables):
-                await self.drop(table)
-            stream = self.streams[1]
-            assert stream is not None
-            await asyncio.to_thread(stream.close)
+    async def end(self) -> None:
+        for table in list(self.tables):
+            await self.drop(table)
+        stream = self.streams[1]
+        assert stream is not None
+        await asyncio.to_thread(stream.close)
 
     async def act(self) -> None:
         """Something, for one of the tables."""

@@ -17,14 +17,13 @@ import numpy as np
 from hsswap import HighSpeedSwap, ModelDims, Sequence, TopK
 from hsswap.attending import AttendResult
 from hsswap.config import SwapConfig
-from hsswap.errors import BlockIOError, HsswapError, OutOfBlocks, OutOfSlots
+from hsswap.errors import HsswapError, OutOfSlots
 from hsswap.io.memory import MemoryIO
+from tests.storming import CALM
 from tests.swap_cases import U16, Case, chunks_of, config_for, feed, random_case
 from tests.swap_watch import turns
 
 NAN = 0x7FC0
-CALM = (BlockIOError, OutOfBlocks, OutOfSlots)
-"""What a call may raise when the disk fails or room is short; anything else is a fault of ours."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +189,6 @@ class Actor:
         with suppress(asyncio.CancelledError):
             await call
         await sequence.close()
-
-
-async def storm(actors: Several[Actor], lives: int) -> None:
-    """All actors at once; the first one's error is raised when all have ended."""
-    ends = await asyncio.gather(*(a.run(lives) for a in actors), return_exceptions=True)
-    for end in ends:
-        if isinstance(end, BaseException):
-            raise end
 
 
 def is_typed(end: object) -> bool:

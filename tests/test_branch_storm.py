@@ -16,11 +16,12 @@ import pytest
 from hsswap import ModelDims, SwapConfig
 from hsswap.driver import open_device
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
-from tests.branch_actors import MOST, Grower, Kind, keep_gates, truths
+from tests.branch_actors import MOST, Grower, Kind, truths
 from tests.places import Places
 from tests.soaking import loop_name, note
+from tests.storming import storm
 from tests.swap_cases import U16, Case, config_for, random_case
-from tests.swap_watch import Linked, watched, within
+from tests.swap_watch import Linked, watched
 
 DIMS = ModelDims.uniform(layers=2, q_heads=4, kv_heads=2, head_dim=8)
 CASE = random_case(DIMS, 3 * MOST, seed=91)
@@ -72,23 +73,9 @@ async def rage(name: str, seed: int, operations: int, *, faults: int) -> tuple[i
     device = Linked() if name == "linked" else open_device(name)
     config = tight(CASE, (0, 40, 260)[seed % 3], name)
     async with watched(config, io=MemoryIO(script), device=device) as swap:
-        ended = asyncio.Event()
-        keeper = asyncio.ensure_future(keep_gates(gates, ended))
         places = Places(swap.device)
         growers = [Grower(swap, CASE, right, seed * 1000 + n, places) for n in range(TASKS)]
-
-        async def storm() -> list[object]:
-            runs = (grower.run(operations) for grower in growers)
-            return list(await asyncio.gather(*runs, return_exceptions=True))
-
-        try:
-            ends = await within(storm, LIMIT_S * operations / 30)
-        finally:
-            ended.set()
-            await keeper
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
+        await storm(growers, operations, LIMIT_S * operations / 30, gates)
         await asyncio.to_thread(places.close)
         return sum(g.done for g in growers), sum(g.calls for g in growers)
 

@@ -25,6 +25,7 @@ from tests.branch_actors import MOST, Grower, Kind, Line, rows_of_kind, truths
 from tests.branches import rows_of
 from tests.captured_engine import NAN, Engine
 from tests.places import Places
+from tests.storming import storm
 from tests.swap_cases import U16, config_for, random_case
 from tests.swap_watch import Linked, poison, turns, within
 
@@ -189,11 +190,7 @@ async def test_a_storm_of_everything(seed: int, fails: bool) -> None:
             Mixed(swap, CASE, TRUTHS, 1000 * seed + 100 * number + n, places) for n in range(TASKS)
         ]
         actors += mine
-
-        async def storm(mine: list[Mixed] = mine) -> None:
-            await asyncio.gather(*(actor.run(OPERATIONS) for actor in mine))
-
-        await within(storm, LIMIT_S)
+        await storm(mine, OPERATIONS, LIMIT_S)
         await asyncio.to_thread(places.close)
         assert swap.statistics().host_slots_used == 0
         assert not any(pool.tier.leases.any() for pool in swap.pool)

@@ -14,11 +14,12 @@ import pytest
 from hsswap import LayerGroup, ModelDims
 from hsswap.driver.host import HostDevice
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
-from tests.branch_actors import MOST, Grower, Kind, keep_gates, truths
+from tests.branch_actors import MOST, Grower, Kind, truths
 from tests.named_actors import Tabler
 from tests.places import Places
+from tests.storming import storm
 from tests.swap_cases import U16, config_for, random_case
-from tests.swap_watch import Linked, watched, within
+from tests.swap_watch import Linked, watched
 
 DIMS = ModelDims(
     (
@@ -65,25 +66,10 @@ async def test_a_storm_of_tables(seed: int, faults: int, device: type[HostDevice
         extra_host=(0, 30, 200)[seed % 3],
     )
     async with watched(config, io=MemoryIO(script), device=device()) as swap:
-        ended = asyncio.Event()
-        keeper = asyncio.ensure_future(keep_gates(gates, ended))
         places = Places(swap.device)
         tablers = [Tabler(swap, CASE, TRUTHS, seed * 100 + n) for n in range(TASKS - 4)]
         growers = [Grower(swap, CASE, TRUTHS, seed * 1000 + n, places) for n in range(4)]
-
-        async def storm() -> list[object]:
-            actors: list[Tabler | Grower] = [*tablers, *growers]
-            runs = (actor.run(operations) for actor in actors)
-            return list(await asyncio.gather(*runs, return_exceptions=True))
-
-        try:
-            ends = await within(storm, LIMIT_S)
-        finally:
-            ended.set()
-            await keeper
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
+        await storm([*tablers, *growers], operations, LIMIT_S, gates)
         await asyncio.to_thread(places.close)
     assert sum(tabler.done for tabler in tablers) == operations * len(tablers)
     assert sum(tabler.calls for tabler in tablers) > 40

@@ -18,7 +18,8 @@ import hsswap
 from hsswap import HsswapError, SwapConfig, TopK
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from tests.soaking import loop_name, note
-from tests.swap_actors import Actor, Truth, is_typed, storm, truth_of
+from tests.storming import storm
+from tests.swap_actors import Actor, Truth, is_typed, truth_of
 from tests.swap_cases import MIXED, SMALL, config_for
 from tests.swap_watch import Linked, turns, watched, within
 
@@ -86,7 +87,7 @@ async def rage(
         streams = [swap.device.stream() for _ in range(2)]
         handed = (None, streams[0], streams[1].handle)
         cast = [Actor(swap, truths, TOP_K, seed * 1000 + n, handed) for n in range(actors)]
-        await within(lambda: storm(cast, lives), LIMIT_S)
+        await storm(cast, lives, LIMIT_S)
         for stream in streams:
             await asyncio.to_thread(stream.close)
         return sum(actor.calls for actor in cast)
@@ -119,7 +120,7 @@ async def test_a_storm_in_a_store_too_small_on_a_disk_that_stays_full(
     config = replace(tight(small, 8), capacity_tokens=1400)
     async with watched(config, full) as swap:
         cast = [Actor(swap, small, TOP_K, 50 + 10 * seed + n) for n in range(10)]
-        await within(lambda: storm(cast, 2), LIMIT_S)
+        await storm(cast, 2, LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", range(6))
