@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hsswap.e4m3 import E4M3Rows
     from hsswap.errors import (
         ArgumentError,
+        BadDraft,
         BlockIOError,
         CaptureError,
         ClosedError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         CorruptBlock,
         DeviceError,
         HsswapError,
+        ModelError,
         OutOfBlocks,
         OutOfSlots,
         OutOfSpace,
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "AttendResult",
+    "BadDraft",
     "BlockIOError",
     "BlockingSequence",
     "BlockingSwap",
@@ -69,6 +72,7 @@ __all__ = [
     "HsswapError",
     "LayerGroup",
     "ModelDims",
+    "ModelError",
     "OutOfBlocks",
     "OutOfSlots",
     "OutOfSpace",
@@ -88,6 +92,7 @@ __all__ = [
 _HOME = {
     "ArgumentError": "errors",
     "AttendResult": "attending",
+    "BadDraft": "errors",
     "BlockIOError": "errors",
     "CaptureError": "errors",
     "BlockingSequence": "sync",
@@ -102,6 +107,7 @@ _HOME = {
     "HsswapError": "errors",
     "LayerGroup": "config",
     "ModelDims": "config",
+    "ModelError": "errors",
     "OutOfBlocks": "errors",
     "OutOfSlots": "errors",
     "OutOfSpace": "errors",
