@@ -135,7 +135,7 @@ def public_calls(owner: type) -> set[str]:
     }
 
 
-WITHOUT_ARGUMENTS = {"close", "quiet", "let_go", "free_slots", "adopt"}
+WITHOUT_ARGUMENTS = {"close", "launched", "quiet", "let_go", "free_slots", "adopt"}
 
 
 def test_every_call_of_a_sequence_is_here() -> None:

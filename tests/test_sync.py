@@ -46,7 +46,7 @@ def test_public_names_are_there() -> None:
         _ = hsswap.nothing
 
 
-@pytest.mark.parametrize("name", ["bf16.from_float32", "rounds.RoundStream"])
+@pytest.mark.parametrize("name", ["bf16.from_float32", "rope.llama3_factors", "rounds.RoundStream"])
 def test_modules_that_the_readme_names_need_no_import_of_their_own(name: str) -> None:
     done = run_python(f"import hsswap; print(hsswap.{name}.__module__)")
     assert done.stdout.startswith(f"hsswap.{name.partition('.')[0]}"), done.stderr
