@@ -18,6 +18,7 @@ from typing import Generic, Self, TypeVar
 
 from hsswap.driver.base import Device, Stream
 from hsswap.errors import ArgumentError, ClosedError, HsswapError, shown
+from hsswap.io.waiting import until_done
 from hsswap.loop import in_thread
 from hsswap.rounds.buffers import Drained, Published, SequenceStart, StreamBufs
 from hsswap.rounds.choosing import Choosing
@@ -158,6 +159,7 @@ class RoundStream:
         self._error: HsswapError | None = None
         self._iterating = asyncio.Lock()
         self._closed = False
+        self._ending: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -250,17 +252,18 @@ class RoundStream:
             return self._undelivered.popleft()
 
     async def close(self) -> None:
-        """Wait for what is under way and free everything. Twice is fine."""
-        if self._closed:
-            return
+        """Wait for what is under way and free everything. Twice is fine: each waits for the end,
+        and goes on to it when cancelled meanwhile.
+        """
         self._closed = True
-        ended = asyncio.ensure_future(self._end_quietly())
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await until_done(self._ending)
+
+    async def _end(self) -> None:
         try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            await asyncio.wait([ended])  # memory is freed only when nothing runs on it
-            raise
-        finally:
+            await self._end_quietly()
+        finally:  # memory is freed only when nothing runs on it
             self._free()
 
     async def _end_quietly(self) -> None:

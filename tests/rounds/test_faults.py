@@ -14,6 +14,7 @@ from hsswap.errors import ArgumentError, BadDraft, ClosedError, DeviceError, Mod
 from hsswap.rounds import Choice, End, NgramDrafter, RoundOptions, RoundStream, SequenceStart
 from tests.rounds.models import GuessDrafter, TableTarget, enqueue, greedy
 from tests.rounds.opened import VOCAB, opened
+from tests.swap_watch import turns
 
 PROMPT = [1, 2, 3]
 FIRST = greedy(PROMPT, 1, VOCAB)[0]
@@ -160,7 +161,9 @@ async def test_closed_while_bursts_are_under_way() -> None:
 
 
 async def test_closing_goes_on_when_it_is_cancelled() -> None:
-    """Memory is freed only behind the work, whoever lost patience."""
+    """Memory is freed only behind the work, whoever lost patience, how often ever; and who closes
+    too waits for the same end.
+    """
     async with opened([PROMPT], "often", k=3, rounds=4, room=90) as (stream, target):
         await stream.start([begin(80)])
         gate = Gate()
@@ -168,14 +171,17 @@ async def test_closing_goes_on_when_it_is_cancelled() -> None:
         task = asyncio.create_task(collect(stream.tokens(), []))
         await gate.reached.wait()
         task.cancel()
-        closing = asyncio.create_task(stream.close())
+        closing, other = (asyncio.create_task(stream.close()) for _ in range(2))
         await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.sleep(0)
-        assert not closing.done()
+        for _ in range(3):
+            closing.cancel()
+            await turns(5)
+            assert not closing.done()
+            assert not other.done()
         gate.open()
         with pytest.raises(asyncio.CancelledError):
             await closing
+        await other
 
 
 async def test_breaking_off_and_going_on() -> None:
