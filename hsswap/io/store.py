@@ -375,7 +375,9 @@ class BlockStore:
 
     async def _last_commit(self) -> None:
         if self._journal is not None:
-            await to_the_end(self._journal.commit, self._journal.close)
+            # In a task of its own: cancelled again and again, no half of it may be left out.
+            ending = to_the_end(self._journal.commit, self._journal.close)
+            await until_done(asyncio.ensure_future(ending))
 
     def _require_open(self) -> None:
         if self._closed is not None:

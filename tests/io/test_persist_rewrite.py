@@ -210,3 +210,23 @@ async def test_a_slot_is_not_used_again_while_a_record_names_it() -> None:
         left = io.power_cut()
     found = await reopened(left, indices, 0)
     assert np.array_equal(found, new)
+
+
+async def test_closing_that_is_cancelled_again_and_again_stores_all() -> None:
+    gate = Gate()
+    io = memory(Fault(FaultKind.HOLD, only="sync", at=2, gate=gate))  # manifest, records, then data
+    store = await open_store(io)
+    ids = store.ids.allocate(3)
+    await write_ids(store, ids)
+    closing = asyncio.ensure_future(store.close())
+    assert await asyncio.to_thread(gate.reached.wait, 30)
+    for _ in range(4):
+        closing.cancel()
+        await turns(5)
+        assert not closing.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with await open_store(io.power_cut(lambda number: False)) as store:
+        store.ids.add_reference(ids)
+        await check_ids(store, ids)
