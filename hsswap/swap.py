@@ -301,4 +301,5 @@ class HighSpeedSwap(BatchCalls):
         assert self._ended is not None
         self.mailbox.close()
         self._sequences.clear()
-        self._ended.set_result(None)
+        if not self._ended.done():  # else by another's close, after this one's loop was closed
+            self._ended.set_result(None)
