@@ -297,7 +297,7 @@ class UringIO(CountedIO):
                 return False
             prepare = transfer.prepare if transfer.operation is Operation.WRITE else None
             in_place = prepare is not None and not limits.is_long(transfer, nbytes)
-            turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 2)
+            turn_bytes = self._turn_bytes + (nbytes if in_place else nbytes >> 1)
             if self._turn_starts >= limits.TURN_STARTS or (
                 turn_bytes > limits.TURN_BYTES and self._turn_bytes
             ):
@@ -332,7 +332,7 @@ class UringIO(CountedIO):
             return True
         # One is always started where there is nothing else, however long it is.
         drive = min(places - self._started, max(bytes_left // span_bytes, not self._started))
-        turn_left = (limits.TURN_BYTES - self._turn_bytes) * 4 // span_bytes
+        turn_left = (limits.TURN_BYTES - self._turn_bytes) * 2 // span_bytes
         turn = min(limits.TURN_STARTS - self._turn_starts, max(turn_left, not self._turn_starts))
         count = min(end - first, drive, turn)
         if count > 0:
@@ -341,7 +341,7 @@ class UringIO(CountedIO):
             self._started += count
             self._started_bytes[reads.priority] += count * span_bytes
             self._turn_starts += count
-            self._turn_bytes += count * span_bytes >> 2
+            self._turn_bytes += count * span_bytes >> 1
         if reads.started < end and drive > count:
             self._turn_soon()
         return reads.started == end
