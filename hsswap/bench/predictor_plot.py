@@ -51,10 +51,13 @@ def _kl_by_bytes(axis: Any, report: Row) -> None:
             axis.plot(x, y, "o-", color=colour, label=family)
     for name, style in (("oracle", ":"), ("oracle, stand-in", "--")):
         best = [row["kl"] for row in report["means"] if (row["method"], row["k"]) == (name, 16)]
-        axis.axhline(best[0], color="black", linestyle=style, label=name)
-    axis.set(xscale="log", yscale="log", title="KL from dense logits, 16 blocks read")
-    axis.set(xlabel="bytes of metadata a block and KV head", ylabel="nats")
-    axis.legend(fontsize="small", frameon=False)
+        for value in best:
+            if value is not None:
+                axis.axhline(value, color="black", linestyle=style, label=name)
+    axis.set(title="KL from dense logits, 16 blocks read", ylabel="nats")
+    axis.set(xlabel="bytes of metadata a block and KV head")
+    if _has_lines(axis):
+        axis.set(xscale="log", yscale="log")
 
 
 def _error_by_k(axis: Any, report: Row) -> None:
@@ -67,9 +70,10 @@ def _error_by_k(axis: Any, report: Row) -> None:
             label = f"{name} ({metadata:.0f} B)" if metadata else name
             x, y = [row["k"] for row in own], [row["error"] for row in own]
             axis.plot(x, y, "o-", color=colour, label=label)
-    axis.set(yscale="log", title="relative error of a layer's output", xlabel="blocks read (k)")
+    axis.set(title="relative error of a layer's output", xlabel="blocks read (k)")
     axis.set_xticks([16, 32, 64], ["16", "32", "64"])
-    axis.legend(fontsize="small", frameon=False)
+    if _has_lines(axis):
+        axis.set(yscale="log")
 
 
 def _reads_by_pool(axis: Any, report: Row) -> None:
@@ -86,12 +90,24 @@ def _reads_by_pool(axis: Any, report: Row) -> None:
             own = [row for row in rows if row["pool"] == pool]
             units = [row["late"] + (row["ahead"] if "all" in part else 0) for row in own]
             heights.append(sum(units) / len(units) * own[0]["kv_heads"] * unit)
+        if not pools:
+            continue
         axis.plot(pools, heights, style, label=part, color="#0072B2" if not ahead else "#D55E00")
-    axis.set(xscale="log", yscale="log", title="read a token, all layers and heads")
-    axis.set(xlabel="pool, in multiples of k = 16 blocks", ylabel="MiB")
-    axis.set_xticks([1, 2, 4, 8], ["1k", "2k", "4k", "8k"])
-    axis.minorticks_off()
-    axis.legend(fontsize="small", frameon=False)
+    axis.set(title="read a token, all layers and heads", ylabel="MiB")
+    axis.set(xlabel="pool, in multiples of k = 16 blocks")
+    if _has_lines(axis):
+        axis.set(xscale="log", yscale="log")
+        axis.set_xticks([1, 2, 4, 8], ["1k", "2k", "4k", "8k"])
+        axis.minorticks_off()
+
+
+def _has_lines(axis: Any) -> bool:
+    """Tell the lines apart; without any say so: a logarithmic axis needs a value."""
+    if axis.lines:
+        axis.legend(fontsize="small", frameon=False)
+        return True
+    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center")
+    return False
 
 
 def _is_plain(method: str, family: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import subprocess
+import sys
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -126,6 +128,26 @@ def parse(*arguments: str) -> argparse.Namespace:
 def test_a_plot_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="is no directory"):
         predictor.main(parse("--plot", str(tmp_path / "no" / "p.png")), Interrupts())
+
+
+def test_a_picture_of_a_report_with_holes(tmp_path: Path) -> None:
+    """As ``--limit`` leaves it: rows without their KL, and none of a method."""
+    unknown = {"k": 16, "kl": None, "error": 0.1, "metadata_bytes": 128}
+    report = {
+        "model": "m",
+        "tokens": 8192,
+        "unit_bytes": 4096,
+        "machine": {"date": "2026-12-01"},
+        "reads": [],
+    }
+    code = "import json, sys; from hsswap.bench.predictor_plot import draw; "
+    code += "draw(sys.argv[1], json.load(sys.stdin))"
+    for rows in ([{"method": name, **unknown} for name in ("oracle", "codes 1/32")], []):
+        # A process of its own: matplotlib keeps its fonts open.
+        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "holes.png")]
+        text = json.dumps({**report, "means": rows})
+        subprocess.run(command, input=text, text=True, check=True)
+        assert (tmp_path / "holes.png").stat().st_size > 10_000
 
 
 def has_model() -> bool:
