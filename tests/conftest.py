@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,9 @@ from hypothesis import settings
 THREAD_EXIT_LIMIT_S = 5.0
 # Markers whose tests run only when -m names them.
 ON_REQUEST = ("slow", "soak")
+
+# Under nohup it is ignored, by every command that a test starts too; tests want to see it end them.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("laptop", deadline=None, max_examples=50, print_blob=True)
 # CI draws the same examples each time, so that a red run is about the commit under test.
