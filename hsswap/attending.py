@@ -21,9 +21,8 @@ from hsswap.driver.base import Event, Stream
 from hsswap.driver.operations import AttentionState, FinalizeWork
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import ExactPass, LayerCache, Ready
-from hsswap.loads import Leased
+from hsswap.loads import Blocks, Leased
 from hsswap.pools import state_bytes, state_in
-from hsswap.prefetch import Blocks
 from hsswap.repeating import remember
 from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I64

@@ -23,12 +23,12 @@ from hsswap.driver.host_ops import block_views, wide_keys, wide_values
 from hsswap.driver.operations import AppendWork, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.errors import DeviceError
+from hsswap.loads import Blocks
 from hsswap.loop import in_thread
 from hsswap.predictor import CodesPredictor, HeadSamples, calibrate, stand_ins
 from hsswap.predictor.calibration import CALIBRATION_TOKENS, QUERY_STEP, SINK_TOKENS
 from hsswap.predictor.codes import Learned, PreparedBasis
 from hsswap.predictor.keeping import basis_key, load_basis, save_basis
-from hsswap.prefetch import Blocks
 from hsswap.rope import F64
 from hsswap.tiers import I64
 

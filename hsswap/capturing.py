@@ -20,9 +20,9 @@ from hsswap.driver.operations import GatherWork, ScatterWork
 from hsswap.errors import ArgumentError, OutOfSlots
 from hsswap.exact import LayerCache
 from hsswap.io.waiting import to_the_end
+from hsswap.loads import Blocks
 from hsswap.loop import in_thread, insist
 from hsswap.pools import GroupPool, Promise
-from hsswap.prefetch import Blocks
 from hsswap.retiring import Resident
 from hsswap.reusing import Reusing
 from hsswap.tiers import I32

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hsswap.driver.base import Stream
 from hsswap.exact import LayerCache
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from hsswap.tiers import I32, I64
 
 if TYPE_CHECKING:

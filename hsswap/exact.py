@@ -19,8 +19,8 @@ from hsswap.driver.operations import (
     host_unit,
 )
 from hsswap.driver.tensor import Tensor
+from hsswap.loads import Blocks
 from hsswap.pools import GroupPool, RingRegion, state_bytes, state_in
-from hsswap.prefetch import Blocks
 from hsswap.resident_table import ResidentTable
 from hsswap.ring import columns, parts_of, place, tables_at, tapered, tile_tokens_for, upload
 from hsswap.tiers import I32, I64, SlotState, Tile, joined, tiles_of
@@ -96,13 +96,6 @@ class LayerCache:
         """The first token that any of the last ``rows`` rows sees."""
         return max(0, self.length - rows + 1 - (self.pool.group.window or self.length))
 
-    def missing(self, tile: Tile, indices: I64) -> tuple[NDArray[np.intp], Blocks]:
-        """Positions in a tile whose blocks are not in device slots, and these blocks."""
-        positions = np.flatnonzero(self.device_slot[tile.start : tile.stop] < 0)
-        if not len(positions):
-            return NOTHING, Blocks(self.pool, self.layer, NOTHING)
-        return positions, Blocks(self.pool, self.layer, indices[tile.start + positions])
-
 
 def blocks_ahead(cache: LayerCache, indices: I64, rows: int, start: int = 0) -> Blocks:
     """What exact attention of this layer must have read from disk, from block ``start`` on."""
@@ -152,6 +145,8 @@ class ExactPass:
         self._span_blocks = span // cache.pool.block_size
         self._table: ResidentTable | None = None
         self._is_resident = False
+        # Which are in no device slot, the same for a whole call, and their indices.
+        self._missing = self._wanted = NOTHING
         self._tiles = self._make_tiles(cache.first_visible(queries.shape[1]))
         self._start = self._tiles[0].start
         self._state: AttentionState | None = None
@@ -204,9 +199,10 @@ class ExactPass:
             self._is_resident = True
             return [Tile(start, stop)]
         is_missing = cache.device_slot[start:stop] < 0
-        missing = int(np.count_nonzero(is_missing))
-        self._is_resident = not missing
-        if missing <= room:  # in steps that do not grow with the length
+        self._missing = start + np.flatnonzero(is_missing)
+        self._wanted = self._indices[self._missing]
+        self._is_resident = not len(self._missing)
+        if len(self._missing) <= room:  # in steps that do not grow with the length
             return [Tile(start, stop)]
         return joined(tiles_of(first_token, cache.length, size, self.tile_tokens), is_missing, room)
 
@@ -220,7 +216,15 @@ class ExactPass:
 
     def needs(self) -> Blocks:
         """The blocks of the next tile that are not in device slots."""
-        return self._cache.missing(self._tiles[self.next_tile], self._indices)[1]
+        return self._blocks_to(self._tiles[self.next_tile].stop)
+
+    def _part(self, start: int, stop: int) -> slice:
+        """Which of the missing blocks are these."""
+        return slice(*np.searchsorted(self._missing, (start, stop)).tolist())
+
+    def _blocks_to(self, stop: int) -> Blocks:
+        part = self._part(self._tiles[self.next_tile].start, stop)
+        return Blocks(self._cache.pool, self._cache.layer, self._wanted[part])
 
     @property
     def tiles_left(self) -> int:
@@ -240,8 +244,7 @@ class ExactPass:
         return self._is_resident or self._left().loaded() is not None
 
     def _left(self) -> Blocks:
-        left = Tile(self._tiles[self.next_tile].start, self._tiles[-1].stop)
-        return self._cache.missing(left, self._indices)[1]
+        return self._blocks_to(self._tiles[-1].stop)
 
     def lease_next(self, most: int) -> Ready | None:
         """Lease the blocks of the next tiles that the host tier has all of, ``most`` at most; None
@@ -249,20 +252,17 @@ class ExactPass:
         """
         if self._is_resident:
             return Ready(NO_SLOTS)
-        cache, tier = self._cache, self._cache.pool.tier
-        end = None if self._in_place else self.next_tile + most
-        tiles = self._tiles[self.next_tile : end]
-        start, stops = tiles[0].start, [tile.stop for tile in tiles]
-        missing, blocks = cache.missing(Tile(start, stops[-1]), self._indices)
-        slots = tier.lookup(blocks.group_layer, blocks.indices)
+        tier = self._cache.pool.tier
+        tiles = self._tiles[self.next_tile : None if self._in_place else self.next_tile + most]
+        part = self._part(tiles[0].start, tiles[-1].stop)
+        slots = tier.lookup(self._cache.group_layer, self._wanted[part])
         absent = np.flatnonzero(~tier.loaded(slots))
         count = len(tiles)
         if len(absent):
-            first_absent = start + int(missing[absent[0]])
-            count = sum(stop <= first_absent for stop in stops)
+            count = sum(tile.stop <= self._missing[part.start + absent[0]] for tile in tiles)
             if not count:
                 return None
-            slots = slots[: np.searchsorted(missing, stops[count - 1] - start)]
+            slots = slots[: np.searchsorted(self._missing[part], tiles[count - 1].stop)]
         tier.lease(slots)
         return Ready(slots, count)
 
@@ -281,7 +281,7 @@ class ExactPass:
             return [self.behind]
         tiles = self._tiles[self.next_tile : self.next_tile + ready.tiles]
         placed = self._cache.device_slot[first.start : tiles[-1].stop].copy()
-        missing = np.flatnonzero(placed < 0)
+        missing = self._missing[self._part(first.start, tiles[-1].stop)] - first.start
         self.device_hits += len(placed) - len(missing)
         self.unread = ready.slots
         if self._in_place or not len(missing):

@@ -17,7 +17,7 @@ from hsswap.driver.base import Device, Stream
 from hsswap.driver.operations import AppendWork, GatherWork
 from hsswap.driver.tensor import Tensor
 from hsswap.exact import LayerCache
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from hsswap.tiers import I32, I64
 
 

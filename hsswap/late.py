@@ -20,7 +20,8 @@ from hsswap.driver.host_select import numbers_of, shares_of
 from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_in
 from hsswap.exact import LayerCache
-from hsswap.prefetch import Blocks, Prefetcher
+from hsswap.loads import Blocks
+from hsswap.prefetch import Prefetcher
 from hsswap.tiers import I32, I64, SlotState
 
 if TYPE_CHECKING:

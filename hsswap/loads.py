@@ -1,4 +1,4 @@
-"""Reads on their way, and leases of host slots that wait for some of them."""
+"""Blocks to read, reads on their way, and leases of host slots that wait for some of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ from dataclasses import dataclass, field
 from hsswap.errors import ClosedError, HsswapError
 from hsswap.forked import REFUSED, watch
 from hsswap.pools import GroupPool
-from hsswap.tiers import I32
+from hsswap.tiers import I32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Distinct blocks of one layer: ``layer`` in the model, ``indices`` of their ids."""
+
+    pool: GroupPool
+    layer: int
+    indices: I64
+
+    @property
+    def group_layer(self) -> int:
+        """The layer's number inside its group."""
+        return self.layer - self.pool.first_layer
+
+    def last(self, count: int) -> Blocks:
+        """The last ``count`` of the blocks."""
+        return Blocks(self.pool, self.layer, self.indices[len(self.indices) - count :])
+
+    def loaded(self) -> I32 | None:
+        """Their host slots if the tier has them all, to be leased under the same lock."""
+        slots = self.pool.tier.lookup(self.group_layer, self.indices)
+        there = not (slots < 0).any() and self.pool.tier.is_loaded(slots)
+        return slots if there else None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -24,8 +24,8 @@ from hsswap.driver.round_operations import CopyWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import HsswapError
 from hsswap.forked import awaited
+from hsswap.loads import Blocks
 from hsswap.predictor import Predictor, ScoreRequest
-from hsswap.prefetch import Blocks
 from hsswap.tiers import I64
 from hsswap.topk import MASS_DECAY, Choice, TopKLayer
 

@@ -21,8 +21,8 @@ from hsswap.driver.tensor import Tensor
 from hsswap.e4m3 import E4M3Rows
 from hsswap.errors import ArgumentError, SharedBlock
 from hsswap.exact import LayerCache, blocks_ahead
+from hsswap.loads import Blocks
 from hsswap.named_ids import NamedIds
-from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, I64, SlotState
 from hsswap.writeback import Batch
 

@@ -27,37 +27,11 @@ from hsswap.errors import ClosedError, HsswapError, StaleBlockId
 from hsswap.forked import awaited
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
-from hsswap.loads import Leased, Load, Loaded
+from hsswap.loads import Blocks, Leased, Load, Loaded
 from hsswap.metrics import Counters
+from hsswap.plans import READ_AHEAD_BYTES, Plans
 from hsswap.pools import GroupPool
 from hsswap.tiers import I32, I64, READING, SlotState
-
-READ_AHEAD_BYTES = 256 * 1024
-"""Reading ahead waits until this much has room: a submission costs as much as reading 64 KiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Distinct blocks of one layer: ``layer`` in the model, ``indices`` of their ids."""
-
-    pool: GroupPool
-    layer: int
-    indices: I64
-
-    @property
-    def group_layer(self) -> int:
-        """The layer's number inside its group."""
-        return self.layer - self.pool.first_layer
-
-    def last(self, count: int) -> Blocks:
-        """The last ``count`` of the blocks."""
-        return Blocks(self.pool, self.layer, self.indices[len(self.indices) - count :])
-
-    def loaded(self) -> I32 | None:
-        """Their host slots if the tier has them all, to be leased under the same lock."""
-        slots = self.pool.tier.lookup(self.group_layer, self.indices)
-        there = not (slots < 0).any() and self.pool.tier.is_loaded(slots)
-        return slots if there else None
 
 
 @dataclass(eq=False, slots=True)
@@ -88,19 +62,20 @@ class Prefetcher:
         self._lock = lock
         self._counters = counters
         self._waiters: deque[_Waiter] = deque()
-        self._plans: dict[Hashable, deque[Blocks]] = {}
+        self._plans = Plans()
         self._load_of: dict[int, NDArray[np.object_]] = {}
         self._in_flight: set[Load] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._busy_since = 0.0
         self._loop = asyncio.get_running_loop()
         self._pump_scheduled = False
+        self._goes_on = False  # this turn has read ahead, the next one will
         self._closed = False
 
     def __repr__(self) -> str:
         return (
             f"<Prefetcher waiting={len(self._waiters)} reading={len(self._in_flight)} "
-            f"planned={sum(map(len, self._plans.values()))}>"
+            f"planned={self._plans.count}>"
         )
 
     @property
@@ -220,10 +195,7 @@ class Prefetcher:
         """Read these blocks ahead, in order, in place of what ``owner`` planned before."""
         if self._closed:
             return
-        if ahead:
-            self._plans[owner] = deque(ahead)
-        else:
-            self._plans.pop(owner, None)
+        self._plans.replace(owner, ahead)
         self.pump()
 
     def has_plan(self, owner: Hashable) -> bool:
@@ -237,11 +209,7 @@ class Prefetcher:
         for waiter in self._waiters:  # a look-ahead: its sequence does not wait for it
             if not waiter.turn.done() and np.isin(waiter.blocks.indices, indices).any():
                 waiter.turn.set_exception(StaleBlockId("a block was freed before it was read"))
-        for plan in self._plans.values():
-            for at, blocks in enumerate(plan):
-                kept = ~np.isin(blocks.indices, indices)
-                if not kept.all():
-                    plan[at] = Blocks(blocks.pool, blocks.layer, blocks.indices[kept])
+        self._plans.forget(indices)
 
     def pump(self) -> None:
         """Admit who waits, then read ahead, as far as slots are free. Call when some became so."""
@@ -258,8 +226,7 @@ class Prefetcher:
                         waiter.blocks.pool.holders.ask_back()
                         break
                 self._waiters.popleft()
-            if not self._waiters:
-                self._read_ahead()
+            self._read_ahead()
         self._tell_changed()
 
     def pump_soon(self) -> None:
@@ -323,26 +290,21 @@ class Prefetcher:
             raise
 
     def _read_ahead(self) -> None:
-        for owner in list(self._plans):
-            plan = self._plans[owner]
-            while plan:
-                blocks = plan[0]
-                tier = blocks.pool.tier
-                absent = blocks.indices[tier.lookup(blocks.group_layer, blocks.indices) < 0]
-                count = min(len(absent), tier.free_count)
-                if count < min(len(absent), READ_AHEAD_BYTES // blocks.pool.block_bytes):
-                    break  # too little room to be worth a submission yet
-                if count:
-                    part = Blocks(blocks.pool, blocks.layer, absent[:count])
-                    slots = tier.take(blocks.group_layer, part.indices, READING, needed=False)
-                    assert slots is not None  # they are free
-                    self._submit(part, slots, Priority.PREFETCH)
-                if count < len(absent):
-                    plan[0] = Blocks(blocks.pool, blocks.layer, absent[count:])
-                    break
-                plan.popleft()
-            if not plan:
-                del self._plans[owner]
+        """Begin to read the next part of what is planned; the others in turns that follow."""
+        if self._goes_on or self._waiters:
+            return
+        part = self._plans.take()
+        if part is None:
+            return
+        if len(part.slots):
+            self._submit(part.blocks, part.slots, Priority.PREFETCH)
+        self._goes_on = True
+        self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._goes_on = False
+        with self._lock:
+            self._read_ahead()
 
     def _submit(self, blocks: Blocks, slots: I32, priority: Priority) -> None:
         load = Load(blocks.pool, slots, len(slots))

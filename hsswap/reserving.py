@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsswap.errors import OutOfSlots
+from hsswap.loads import Blocks
 from hsswap.pools import GroupPool, Promise
-from hsswap.prefetch import Blocks
 from hsswap.tiers import I32
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hsswap.arguments import checked_length
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError
 from hsswap.forking import Cut, enqueue_copy, enqueue_restore
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from hsswap.retiring import Resident
 from hsswap.sequence_state import SequenceState
 from hsswap.tiers import I32

@@ -16,8 +16,8 @@ from hsswap.coding import enqueue_codes
 from hsswap.driver.base import Stream
 from hsswap.errors import ArgumentError, OutOfBlocks
 from hsswap.exact import blocks_ahead
+from hsswap.loads import Blocks
 from hsswap.looking_ahead import LookingAhead
-from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, SlotState
 from hsswap.writeback import Batch
 

@@ -16,8 +16,8 @@ from hsswap.driver.base import Event, Stream
 from hsswap.errors import ArgumentError, ClosedError, DeviceError, OutOfBlocks
 from hsswap.exact import LayerCache
 from hsswap.io.ids import INDEX_MASK
+from hsswap.loads import Blocks
 from hsswap.loop import QUIET_ATTEMPTS, QUIET_PAUSE_S
-from hsswap.prefetch import Blocks
 from hsswap.reserving import Reservation
 from hsswap.resident_table import ResidentTable
 from hsswap.tiers import I64

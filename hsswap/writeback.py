@@ -16,10 +16,10 @@ from hsswap.errors import DeviceError, HsswapError, OutOfSlots
 from hsswap.forked import awaited
 from hsswap.io.base import Priority
 from hsswap.io.store import BlockStore
+from hsswap.loads import Blocks
 from hsswap.loop import Mailbox
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
-from hsswap.prefetch import Blocks
 from hsswap.tiers import I32, I64, SlotState
 
 

@@ -28,7 +28,7 @@ CONTRACTS = (
     *("driver.codes_operations", "driver.operations", "driver.round_operations"),
 )
 DECIDING = ("predictor", "resident_table", "tiers")
-WAITING = ("loads", "loop", "pools", "prefetch")
+WAITING = ("loads", "loop", "plans", "pools", "prefetch")
 # What an engine holds, and the parts it is made of.
 API = (
     "sync",
@@ -81,6 +81,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "loop": ("forked", "loop"),
     "pools": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),
     "loads": (*PLAIN, *CONTRACTS, *DECIDING, "pools"),
+    "plans": (*PLAIN, *CONTRACTS, *DECIDING, "loads", "pools"),
     "prefetch": (*PLAIN, *CONTRACTS, *DECIDING, "io", *WAITING),
     **dict.fromkeys(API, (*BELOW_API, *API)),
     "rounds": (*BELOW_API, *API, "rounds"),

@@ -16,7 +16,7 @@ from hsswap import ArgumentError, BlockIOError, OutOfBlocks, OutOfSlots, SwapCon
 from hsswap.arguments import Given
 from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from tests.branches import TOP_K, Branch, alone, rows_of
 from tests.swap_cases import MIXED, SMALL, Case, config_for, random_case
 from tests.swap_watch import Linked, Stuck, pools_of, turns, until, watched, within

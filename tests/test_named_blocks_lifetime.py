@@ -19,7 +19,7 @@ from hsswap import (
 from hsswap.driver import open_device
 from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from tests.branches import alone
 from tests.named_cases import CASE, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import config_for

@@ -13,13 +13,16 @@ from typing import cast
 import numpy as np
 import pytest
 
+from hsswap import plans
 from hsswap.config import ModelDims
 from hsswap.errors import BlockIOError, ClosedError, HsswapError, OutOfSlots
+from hsswap.io.base import Priority
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 from hsswap.io.store import BlockStore
+from hsswap.loads import Blocks
 from hsswap.metrics import Counters
 from hsswap.pools import GroupPool
-from hsswap.prefetch import Blocks, Prefetcher
+from hsswap.prefetch import Prefetcher
 from hsswap.resident_table import Holders
 from hsswap.tiers import I32, HostTier, SlotState
 
@@ -200,6 +203,61 @@ async def test_read_ahead_takes_free_slots_in_order_and_no_more() -> None:
         assert (rig.pool.tier.lookup(0, np.arange(6)) >= 0).all()
         used = await rig.prefetcher.load(rig.blocks(0, 1))
         assert used.missed == 0
+
+
+async def test_a_long_plan_is_begun_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody attends meanwhile; what somebody needs comes before the parts that are left."""
+    monkeypatch.setattr(plans, "AHEAD_BLOCKS", 4)
+    monkeypatch.setattr(plans, "READ_AHEAD_BYTES", 4 * BLOCK)
+    async with rigged(48) as rig:
+        begun = []
+        submit = rig.prefetcher._submit
+
+        def noted(blocks: Blocks, slots: I32, priority: Priority) -> None:
+            begun.append((priority, blocks.indices.tolist()))
+            submit(blocks, slots, priority)
+
+        rig.prefetcher._submit = noted  # type: ignore[method-assign]
+        rig.prefetcher.plan("a", [rig.blocks(*range(10)), rig.blocks(*range(20, 30))])
+        assert begun == [(Priority.PREFETCH, [0, 1, 2, 3])]
+        needed = asyncio.ensure_future(rig.prefetcher.load(rig.blocks(28, 60)))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        loaded = await needed
+        rig.check(loaded.slots, 28, 60)
+        await rig.prefetcher.settle()
+        assert [blocks for priority, blocks in begun if priority is Priority.PREFETCH] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9],
+            [20, 21, 22, 23],
+            [24, 25, 26, 27],
+            [29],
+        ]
+        assert begun.index((Priority.NEEDED, [28, 60])) <= 2
+        assert "planned=0" in repr(rig.prefetcher)
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "replace"])
+async def test_a_plan_that_ends_between_two_turns(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(plans, "AHEAD_BLOCKS", 4)
+    monkeypatch.setattr(plans, "READ_AHEAD_BYTES", 4 * BLOCK)
+    async with rigged(48) as rig:
+        rig.prefetcher.plan("a", [rig.blocks(*range(12))])
+        if end == "close":
+            rig.prefetcher.close()
+        elif end == "forget":
+            rig.prefetcher.forget(np.arange(4, 12))
+        else:
+            rig.prefetcher.plan("a", [])
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await rig.prefetcher.settle()
+        held = rig.pool.tier.lookup(0, np.arange(12)) >= 0
+        assert held[:4].all()
+        assert not held[4:].any()
 
 
 async def test_what_is_needed_pushes_read_ahead_out() -> None:

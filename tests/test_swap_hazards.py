@@ -21,7 +21,7 @@ from hsswap.errors import (
     OutOfSpace,
 )
 from hsswap.io.memory import Fault, FaultKind
-from hsswap.prefetch import Blocks
+from hsswap.loads import Blocks
 from tests.swap_cases import SMALL, Case, config_for, random_case, run
 from tests.swap_watch import Linked, Stuck, fill, turns, until, watched, within
 

@@ -93,6 +93,14 @@ class Runs(NamedTuple):
 _BEGIN = np.zeros(1, np.int64)
 
 
+def is_stretch(indices: NDArray[np.int64]) -> bool:
+    """Whether these block indices, two at least, follow each other."""
+    count = len(indices)
+    if count < 2 or indices[-1] - indices[0] != count - 1:
+        return False
+    return bool(np.logical_and.reduce(indices[1:] - indices[:-1] == 1))
+
+
 def plan_runs(
     indices: NDArray[np.int64],
     block_bytes: int,
@@ -111,6 +119,9 @@ def plan_runs(
     if count == 1:
         return Runs(np.zeros(1, np.int64), np.array([0, 1]))
     longest = max(1, min(max_run_bytes // block_bytes, max_spans))
+    if longest > 1 and is_stretch(indices) and indices[0] % SEGMENT_IDS + count <= SEGMENT_IDS:
+        pieces = -(-count // longest)  # what follows comes to the same, in four times the time
+        return Runs(np.arange(count), -(np.arange(0, -pieces - 1, -1) * count // pieces))
     steps = indices[1:] - indices[:-1]  # np.diff costs three times as much for short arrays
     if np.minimum.reduce(steps) > 0:
         order, ordered = np.arange(count), indices

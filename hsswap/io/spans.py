@@ -22,7 +22,7 @@ from hsswap.io.base import BlockChecksums, BlockIO, Operation, SpanReads
 from hsswap.io.calls import Call
 from hsswap.io.contents import Contents
 from hsswap.io.counters import Counters
-from hsswap.io.layout import SegmentLayout, plan_runs
+from hsswap.io.layout import MAX_RUN_BYTES, SegmentLayout, is_stretch, plan_runs
 from hsswap.io.runs import (
     BlockOrder,
     BlockRun,
@@ -104,6 +104,8 @@ def alone_and_joined(
     indices: NDArray[np.int64], block_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Places of the blocks that are runs of their own, and of the others."""
+    if is_stretch(indices) and 2 * block_bytes <= MAX_RUN_BYTES:
+        return _NOTHING, np.arange(len(indices))
     if len(indices) <= FEW:  # a fifth of the cost, where none has a neighbour
         listed = indices.tolist()
         known = set(listed)
@@ -167,12 +169,14 @@ class SpanReader:
         if call.checksums is not None and not self._io.spans_on_threads:
             return positions  # it may wait for the device
         alone, joined = alone_and_joined(wanted, block_bytes)
+        if not len(alone):
+            return positions
         if positions is not None:
             alone, joined = positions[alone], positions[joined]
         indices = call.indices[alone]
         listed: list[int] = indices.tolist()
         segments = self._segments.with_files(listed)
-        if not listed or segments is None:
+        if segments is None:
             return positions
         if not self._order.admit_reads(layer, indices):
             return positions
