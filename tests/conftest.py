@@ -24,8 +24,11 @@ THREAD_EXIT_LIMIT_S = 5.0
 # Markers whose tests run only when -m names them.
 ON_REQUEST = ("slow", "soak")
 
-# Under nohup it is ignored, by every command that a test starts too; tests want to see it end them.
+# A shell's background job ignores the one, nohup the other, and so would every command that a test
+# starts; tests want to see them end it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("laptop", deadline=None, max_examples=50, print_blob=True)
 # CI draws the same examples each time, so that a red run is about the commit under test.
