@@ -200,13 +200,10 @@ def pieces_of(task: Task, model: Llama, stack: ExitStack, say: Say) -> Iterator[
         yield from _end_to_end(task, model, trace, compared)
         yield from _of_layers(model, trace, compared)
         if task.through_swap and trace.context.name in SWAPPED:
-            make = partial(_swapped, task, model, trace, say)
-            yield Piece(
-                "through_swap",
-                trace.context.name,
-                f"{trace.name} through the swap {PRODUCT_HASH}",
-                make,
-            )
+            for most in (False,) if task.is_quick else (False, True):  # else they are alike
+                key = f"{trace.name} through the swap{', most' if most else ''} {PRODUCT_HASH}"
+                make = partial(_swapped, task, model, trace, say, most=most)
+                yield Piece("through_swap", trace.context.name, key, make)
 
 
 def _end_to_end(task: Task, model: Llama, trace: Trace, compared: list[Method]) -> Iterator[Piece]:
@@ -235,10 +232,10 @@ def _of_layers(model: Llama, trace: Trace, compared: list[Method]) -> Iterator[P
         yield Piece("loss", name, f"{trace.name} loss {PRODUCT_HASH}", make)
 
 
-def _swapped(task: Task, model: Llama, trace: Trace, say: Say) -> list[Row]:
+def _swapped(task: Task, model: Llama, trace: Trace, say: Say, *, most: bool) -> list[Row]:
     rows = task.sizes.window if trace.context.name == "docs" else task.sizes.tested
     with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=task.folder) as folder:
-        return [swap_row(model, trace, rows, Path(folder), say)]
+        return [swap_row(model, trace, rows, Path(folder), say, most=most)]
 
 
 def _about(trace: Trace) -> Row:

@@ -20,7 +20,7 @@ from hsswap.bench.predictor_traces import Trace
 from hsswap.commands.decoding import SwapAttention, dims_of
 from hsswap.commands.generate_args import GenerateOptions, add_arguments
 from hsswap.commands.planning import CACHE_SHARE, Plan, make_plan
-from hsswap.config import ModelDims
+from hsswap.config import SPAN_TOKENS, ModelDims
 from hsswap.models import Llama
 from hsswap.predictor_config import PredictorConfig
 from hsswap.sync import blocking
@@ -29,15 +29,22 @@ Row = dict[str, Any]
 
 
 def swap_row(
-    model: Llama, trace: Trace, rows: int, folder: Path, say: Callable[[str], None]
+    model: Llama,
+    trace: Trace,
+    rows: int,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    most: bool,
 ) -> Row:
-    """Loss, KL and digits of the last ``rows`` tokens, and what they read. ``folder``: the store's.
+    """Loss, KL and digits of the last ``rows`` tokens, and what they read. ``folder``: the store's;
+    ``most``: with the largest k for which that many slots are enough, in place of the default.
 
     Takes minutes at 8,192 tokens, nearly all of it prefill.
     """
     length, tokens = trace.sizes.length, trace.context.tokens
     dims = dims_of(model.config, rope_factors=model.weights.rope_factors)
-    plan = eighth_plan(dims, length, folder)
+    plan = eighth_plan(dims, length, folder, most=most)
     first = length - rows
     with blocking(plan.config) as swap, swap.sequence(top_k=plan.top_k) as sequence:
         attention = SwapAttention(sequence, arrays=model.arrays)
@@ -69,8 +76,9 @@ def swap_row(
     }
 
 
-def eighth_plan(dims: ModelDims, tokens: int, folder: Path) -> Plan:
-    """The command's plan for so many tokens, with an eighth of the cache in slots.
+def eighth_plan(dims: ModelDims, tokens: int, folder: Path, *, most: bool) -> Plan:
+    """The command's plan for so many tokens, with an eighth of the cache in slots: of the default k
+    and the rest for host slots, or with the largest k and the fewest host slots.
 
     Two tiles in host slots are the least, which short contexts cannot do with an eighth.
     """
@@ -78,9 +86,13 @@ def eighth_plan(dims: ModelDims, tokens: int, folder: Path) -> Plan:
     add_arguments(parser)
     words = ["--prompt-file", "-", "--mode", "topk", "--dir", str(folder)]
     plan = make_plan(GenerateOptions.of(parser.parse_args(words)), dims, tokens)
-    least = 2 * plan.config.tile_tokens // dims.block_size
     eighth = dims.layers * dims.blocks_of(tokens) // CACHE_SHARE
-    host_slots = max(eighth - plan.config.device_slots, least)
+    if most:
+        host_slots = 2 * (SPAN_TOKENS // dims.block_size) * len(dims.groups)
+        words += ["--slots", str(max(eighth - host_slots, plan.config.device_slots))]
+    else:
+        least = 2 * plan.config.tile_tokens // dims.block_size
+        host_slots = max(eighth - plan.config.device_slots, least)
     words += ["--host-slots", str(host_slots)]
     plan = make_plan(GenerateOptions.of(parser.parse_args(words)), dims, tokens)
     return replace(plan, config=replace(plan.config, predictor=PredictorConfig(kind="codes")))

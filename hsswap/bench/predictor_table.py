@@ -95,8 +95,8 @@ def print_tables(report: Row, people: TextIO) -> None:
         tell("\nas hsswap generate --mode topk decodes, an eighth of the cache in slots (dense)")
     for row in report["through_swap"]:
         tell(
-            f"{row['context']:14} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats a token, "
-            f"KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
+            f"{row['context']:14} k {row['k']:3} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats "
+            f"a token, KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
         )
 
     if report["not_run"]:
