@@ -94,9 +94,10 @@ def print_tables(report: Row, people: TextIO) -> None:
     if report["through_swap"]:
         tell("\nas hsswap generate --mode topk decodes, an eighth of the cache in slots (dense)")
     for row in report["through_swap"]:
+        digits = f"digits {row['digits_right']} ({row['dense_digits_right']})"
         tell(
             f"{row['context']:14} k {row['k']:3} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats "
-            f"a token, KL {row['kl']:.4f}, digits {row['digits_right']} ({row['dense_digits_right']})"
+            f"a token, KL {row['kl']:.4f}, {digits}"
         )
 
     if report["not_run"]:
