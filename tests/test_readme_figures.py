@@ -158,7 +158,8 @@ def gather() -> Iterator[str]:
 
 def top_k() -> Iterator[str]:
     report = result("predictor-smollm2")
-    swapped = report["through_swap"]
+    default = report["through_swap"][0]["k"]
+    swapped = [row for row in report["through_swap"] if row["k"] == default]
     dense = sum(row["dense_digits_right"] for row in swapped)
     yield f"(dense attention recalls {dense} of {report['means'][0]['digits']})"
     yield f"{sum(row['digits_right'] for row in swapped)} of dense attention's {dense} digits"
@@ -168,6 +169,9 @@ def top_k() -> Iterator[str]:
     yield f"dense attention has {prose['dense_nats']:.3f}"
     yield f"({100 * (prose['nats'] / prose['dense_nats'] - 1):.1f} % more"
     yield f"a perfect choice without a stand-in {perfect['nats']:.3f})"
+    for k in dict.fromkeys(row["k"] for row in report["through_swap"]):
+        kls = [f"{row['kl']:.3f}" for row in report["through_swap"] if row["k"] == k]
+        yield f"k = {k} KL is {', '.join(kls[:-1])} and {kls[-1]}"
     untuned = {
         row["method"]: f"{row['kl']:.3f}"
         for row in report["end_to_end"]
