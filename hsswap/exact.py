@@ -16,7 +16,6 @@ from hsswap.driver.operations import (
     AttentionState,
     FinalizeWork,
     GatherWork,
-    host_unit,
 )
 from hsswap.driver.tensor import Tensor
 from hsswap.loads import Blocks
@@ -317,11 +316,7 @@ class ExactPass:
         self, tile: Tile, placed: I32, missing: NDArray[np.intp], host_slots: I32
     ) -> list[Event]:
         """One tile whose missing blocks are read in their host slots."""
-        pool = self._cache.pool
-        units = pool.slots.units(placed)
-        heads = np.arange(pool.group.kv_heads, dtype=np.int32)[:, None]
-        units[:, missing] = host_unit(host_slots, heads, len(heads))
-        self._attend(tile, units[None])
+        self._attend(tile, self._cache.pool.slots.mixed_table(placed, missing, host_slots))
         self.behind = self._stream.record() if len(missing) else None
         self.unread = None
         if self.behind is None:

@@ -343,6 +343,19 @@ class DeviceSlots:
         table.flags.writeable = False
         return table
 
+    def mixed_table(self, slots: I32, in_host: NDArray[np.intp], host_slots: I32) -> I32:
+        """The same with the blocks at ``in_host`` in these host slots.
+
+        As operations.host_unit counts them: down from -2, so that the heads of one block are a step
+        of -1 apart where those of a device slot are 1 apart.
+        """
+        count = np.int32(len(self._heads))
+        first, step = slots * count, np.ones(len(slots), np.int32)
+        first[in_host], step[in_host] = np.int32(-2) - host_slots * count, -1
+        table = first + step * self._heads[None, :, None]
+        table.flags.writeable = False
+        return table
+
     def units(self, slots: I32) -> I32:
         """Unit slots ``[kv_heads, n]`` of block slots ``[n]``."""
         return slots[None, :] * np.int32(len(self._heads)) + self._heads[:, None]

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hsswap.driver.operations import host_unit
 from hsswap.errors import OutOfSlots
 from hsswap.tiers import DeviceSlots, HostTier, SlotState, Tile, tiles_of
 
@@ -186,6 +187,23 @@ def test_device_slots_refuse_with_the_number_needed() -> None:
         slots.take(3, "this test")
     slots.give_back(taken)
     assert slots.free_count == 6
+
+
+@pytest.mark.parametrize("in_host", [[], [0], [3, 1], [0, 1, 2, 3, 4]])
+def test_a_table_of_blocks_in_both_tiers(in_host: list[int]) -> None:
+    """The entries of device slots, and of host slots as the operations count them."""
+    slots = DeviceSlots(10, 4, kv_heads=3)
+    placed = np.array([7, 4, 9, 5, 6], np.int32)
+    places, host_slots = np.array(in_host, np.intp), np.array([11, 0, 8, 2, 5], np.int32)
+    wanted = slots.units(placed)
+    heads = np.arange(3, dtype=np.int32)[:, None]
+    wanted[:, places] = host_unit(host_slots[: len(in_host)], heads, 3)
+    placed[places] = -1
+    table = slots.mixed_table(placed, places, host_slots[: len(in_host)])
+    assert table.tolist() == [wanted.tolist()]
+    assert table.dtype == np.int32
+    assert not table.flags.writeable  # what a device need not copy
+    assert table.base is None
 
 
 def test_tiles_begin_at_fixed_places() -> None:
