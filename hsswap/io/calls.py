@@ -16,7 +16,7 @@ from hsswap.checksum import identity_seeds
 from hsswap.errors import ArgumentError
 from hsswap.io.base import BlockChecksums, IOFile, Operation, Priority
 from hsswap.io.ids import BlockIds
-from hsswap.io.layout import SegmentLayout, plan_runs
+from hsswap.io.layout import MAX_READ_RUN_BYTES, MAX_RUN_BYTES, SegmentLayout, plan_runs
 from hsswap.io.runs import (
     BlockRun,
     OnBlocksDone,
@@ -88,7 +88,8 @@ class Call(NamedTuple):
         """Runs over these positions of the call's arrays (None: all), and the indices in order."""
         block_bytes = layout.block_bytes[self.layer]
         chosen = self.indices if positions is None else self.indices[positions]
-        order, bounds = plan_runs(chosen, block_bytes)
+        longest = MAX_READ_RUN_BYTES if self.operation is Operation.READ else MAX_RUN_BYTES
+        order, bounds = plan_runs(chosen, block_bytes, longest)
         positions = order if positions is None else positions[order]
         indices, addresses = self.indices[positions], self.addresses[positions]
         generations = ids.generations(indices)

@@ -31,6 +31,12 @@ prefetch, us when alone, MB/s in bulk: 64: 910, 746, 887; 128: 826, 714, 1234; 2
 512: 1163, 523, 1612; 1024: 1178, 536, 1727. Blocks of 64 KiB show the same knee. Longer runs gain
 little, and a needed read finds every thread busy for longer."""
 
+MAX_READ_RUN_BYTES = 512 * 1024
+"""The same of reads. Each run is a dozen steps of Python, which decoding waits for where the
+processor is slow: of the reads of an H200 host's decode step 0.68 were hidden behind compute with
+256 KiB, 0.75 to 0.86 with 512, 0.61 to 0.74 with 1,024 (`hsswap bench overlap --only decode`, in
+turns, 2026-12-01)."""
+
 MAX_RUN_SPANS = 1024
 """Blocks of one transfer: the spans one vectored call takes (IOV_MAX)."""
 

@@ -15,7 +15,7 @@ from hsswap.errors import (
 )
 from hsswap.io import BlockStore
 from hsswap.io.base import Priority
-from hsswap.io.layout import MAX_RUN_BYTES
+from hsswap.io.layout import MAX_READ_RUN_BYTES, MAX_RUN_BYTES
 from hsswap.io.memory import Fault, FaultKind
 from tests.io.support import (
     BLOCK,
@@ -62,6 +62,9 @@ async def test_neighbours_travel_together(store: BlockStore) -> None:
     assert store.statistics().read_calls == 4  # 1-3, 7, 40, 99-100
     assert sorted(position for listed, _ in outcome.reports for position in listed) == [*range(7)]
     assert len(outcome.reports) <= 4  # runs that end together are reported together
+    before = store.statistics().read_calls
+    await read(store, 0, indices)
+    assert store.statistics().read_calls - before == -(-130 // (MAX_READ_RUN_BYTES // BLOCK))
 
 
 async def test_the_same_block_twice_in_a_call(store: BlockStore) -> None:
