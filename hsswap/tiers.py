@@ -98,10 +98,11 @@ class HostTier:
 
     def lease(self, slots: I32) -> None:
         """Keep distinct slots until :meth:`release`; reading ahead has paid off for them."""
-        self.leases[slots] += 1
-        self._ahead[slots] = False
+        places = slots.astype(np.intp)  # once: NumPy makes these of indices at every use
+        self.leases[places] += 1
+        self._ahead[places] = False
         self._clock += 1
-        self._stamp[slots] = self._clock
+        self._stamp[places] = self._clock
 
     def release(self, slots: I32, *, scan: bool) -> None:
         """Give leases back. Slots nobody else uses stay cached or become free.
@@ -109,8 +110,9 @@ class HostTier:
         ``scan``: the blocks were part of a scan over all of a sequence; they stay only within the
         layer's quota. Otherwise they stay until something else needs the room.
         """
-        self.leases[slots] -= 1
-        self._settle(slots, scan=scan)
+        places = slots.astype(np.intp)  # once, as in lease()
+        self.leases[places] -= 1
+        self._settle(places, scan=scan)
 
     def hold(self, group_layer: int, slots: I32) -> bool:
         """Lease distinct slots of a layer until somebody needs the room, and keep them cached; not
@@ -213,12 +215,12 @@ class HostTier:
         slots = self.slot_of[:, indices].ravel()
         self._drop(slots[slots >= 0])
 
-    def _idle(self, slots: I32) -> NDArray[np.bool_]:
+    def _idle(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Which slots hold a clean block that nobody leases."""
         idle: NDArray[np.bool_] = (self.state[slots] == CLEAN) & (self.leases[slots] == 0)
         return idle
 
-    def _settle(self, slots: I32, *, scan: bool) -> None:
+    def _settle(self, slots: NDArray[np.integer], *, scan: bool) -> None:
         idle = slots[self._idle(slots) & ~self._cached[slots]]
         if not len(idle):
             return
@@ -230,12 +232,12 @@ class HostTier:
         self._keep(idle[:room])
         self._drop(idle[room:])
 
-    def _keep(self, slots: I32) -> None:
+    def _keep(self, slots: NDArray[np.integer]) -> None:
         self._cached[slots] = True
         self._ahead[slots] = False
         np.add.at(self._cached_in_layer, self.layer_of[slots], 1)
 
-    def _drop(self, slots: I32) -> None:
+    def _drop(self, slots: NDArray[np.integer]) -> None:
         count = len(slots)
         if not count:
             return

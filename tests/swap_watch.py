@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hsswap import HighSpeedSwap, Sequence, SwapConfig
 from hsswap.driver import open_device
 from hsswap.driver.base import Buffer, Device, Stream
@@ -43,8 +46,8 @@ def poison(swap: HighSpeedSwap) -> None:
 def _poison_host_slots(pool: GroupPool) -> None:
     drop = pool.tier._drop
 
-    def poisoned(slots: I32) -> None:
-        for address in pool.addresses(slots).tolist():
+    def poisoned(slots: NDArray[np.integer]) -> None:
+        for address in pool.addresses(slots.astype(np.int32)).tolist():
             ctypes.memset(address, POISON, pool.block_bytes)
         drop(slots)
 
