@@ -93,7 +93,9 @@ class Call(NamedTuple):
         positions = order if positions is None else positions[order]
         indices, addresses = self.indices[positions], self.addresses[positions]
         generations = ids.generations(indices)
-        seeds = identity_seeds(self.layer, indices, generations).tolist()
+        seeds: list[int] = []  # of a read: of what was written, once it holds its blocks
+        if self.operation is Operation.WRITE:
+            seeds = identity_seeds(self.layer, indices, generations).tolist()
         prepare, verify = self._hooks()
         firsts: list[int] = indices[bounds[:-1]].tolist()
         offsets = layout.offsets(self.layer, firsts)

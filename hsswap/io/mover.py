@@ -124,10 +124,11 @@ class RunMover:
         ticket = 0 if reading else self.tickets.take(len(indices))
         if reading and self._order.admit_reads(layer, indices):
             crcs: list[int] = self._contents.checksums[layer][indices].tolist()
+            seeds: list[int] = self._contents.seeds[layer][indices].tolist()
             begin = 0
             for run in runs:
-                end = begin + len(run.seeds)
-                run.crcs = crcs[begin:end]
+                end = begin + len(run.positions)
+                run.crcs, run.seeds = crcs[begin:end], seeds[begin:end]
                 begin = end
             self._ready += self.segments.enter(runs)
         elif (
@@ -232,6 +233,7 @@ class RunMover:
             if run.waited and not self._still_readable(run):
                 return
             run.crcs = self._contents.checksums[run.layer, run.blocks].tolist()
+            run.seeds = self._contents.seeds[run.layer, run.blocks].tolist()
         elif self._journal is not None and (
             (self._contents.has_any(run) and self.tickets.holds_back(run))
             or not self._journal.begin_write(run, partial(self._cleared, run))

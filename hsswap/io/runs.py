@@ -38,12 +38,12 @@ class BlockRun(Transfer):
     """Neighbouring blocks of one layer and segment, read or written together.
 
     ``positions``: where its blocks stand in the call's arrays. ``first``: index of the first block.
-    ``generations``, ``seeds``, ``crcs``: of each block; the checksums of a read are those to
-    expect, those of a write are filled in on the way (lists, because most runs are so short that an
-    array costs more than it saves). ``bad``: blocks of a read whose checksum is another, None
-    without any. ``waited``: whether other runs had to end first. ``lengths`` (of each block) and
-    ``codes_version``: what a write says of its blocks. ``ticket``: the number of a write in the
-    order they began.
+    ``generations``, ``seeds``, ``crcs``: of each block. A read takes seeds and the checksums to
+    expect from what was written, once it holds its blocks; the checksums of a write are filled in
+    on the way (lists, because most runs are so short that an array costs more than it saves).
+    ``bad``: blocks of a read whose checksum is another, None without any. ``waited``: whether other
+    runs had to end first. ``lengths`` (of each block) and ``codes_version``: what a write says of
+    its blocks. ``ticket``: the number of a write in the order they began.
     """
 
     layer: int
@@ -143,7 +143,7 @@ def _checksums_by(checksums: BlockChecksums, run: BlockRun) -> list[int]:
 def indices_of(runs: list[BlockRun]) -> NDArray[np.int64]:
     """The indices of the blocks of many runs, run by run."""
     firsts = [run.first for run in runs]
-    counts = [len(run.seeds) for run in runs]
+    counts = [len(run.positions) for run in runs]
     total = sum(counts)
     if total == len(runs):
         return np.array(firsts)
@@ -241,13 +241,18 @@ class BlockOrder:
 
     def release_many(self, operation: Operation, runs: list[BlockRun]) -> bool:
         """:meth:`release` of many runs of a layer at once. False: somebody waits; release each."""
-        if self._waiting or len(runs) == 1:
+        if self._waiting:
             return False
-        holders = self._holders[runs[0].layer]
+        layer = runs[0].layer
         if operation is Operation.WRITE:
-            holders[indices_of(runs)] = 0
+            self._holders[layer][indices_of(runs)] = 0
+        elif sum([len(run.positions) for run in runs]) > FEW:
+            np.subtract.at(self._holders[layer], indices_of(runs), _ONE)
         else:
-            np.subtract.at(holders, indices_of(runs), _ONE)
+            held = self._held[layer]
+            for run in runs:
+                for index in range(run.first, run.first + len(run.positions)):
+                    held[index] -= 1
         return True
 
     def release(self, run: BlockRun) -> list[BlockRun]:

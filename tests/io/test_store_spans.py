@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hsswap.errors import (
     BlockIOError,
@@ -17,7 +19,10 @@ from hsswap.errors import (
 )
 from hsswap.io import BlockStore
 from hsswap.io.base import BlockIO, SpanReads
+from hsswap.io.layout import SEGMENT_IDS
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
+from hsswap.io.spans import WORTH_IT, alone_and_joined
+from hsswap.io.tables import FEW
 from hsswap.io.uring import UringIO
 from tests.io.support import (
     BLOCK,
@@ -112,9 +117,20 @@ async def test_which_blocks_go_as_spans(store: BlockStore, monkeypatch: pytest.M
         submit(io, reads)
 
     monkeypatch.setattr(backend, "submit_spans", note)
-    for chosen in ([1, 3, 5], [1, 2, 3, 7, 9], [4, 5, 6], [8]):
+    alone = list(range(11, 11 + 2 * WORTH_IT, 2))
+    for chosen in ([1, 3, 5], [1, 2, 3, *alone], [1, 2, 3, *alone[1:]], [4, 5, 6], [8]):
         assert not (await read(store, 0, indices[chosen]))[1].errors
-    assert taken == [3, 2, 1]  # not neighbours
+    assert taken == [3, WORTH_IT, 1]  # not neighbours, nor few blocks beside them
+
+
+@given(st.lists(st.integers(0, SEGMENT_IDS - 1), min_size=1, max_size=FEW), st.integers(12, 18))
+def test_few_blocks_are_told_apart_as_many_are(chosen: list[int], log2_bytes: int) -> None:
+    indices, block_bytes = np.array(chosen), 1 << log2_bytes
+    alone, joined = alone_and_joined(indices, block_bytes)
+    assert sorted([*alone.tolist(), *joined.tolist()]) == list(range(len(chosen)))
+    many = np.concatenate((indices, SEGMENT_IDS * 2 + np.arange(FEW) * 2))  # all of them alone
+    expected = alone_and_joined(many, block_bytes)[0]
+    assert set(alone.tolist()) == set(expected[expected < len(chosen)].tolist())
 
 
 async def test_with_neighbours_between(store: BlockStore) -> None:
