@@ -9,9 +9,9 @@ swap do it. All of it is guarded by the swap's one lock. Host slots go through t
 
 A *lease* keeps a slot from being given up while work in flight uses it. A *pinned* lease is held
 for longer: nobody waits for it to come back. One that a sequence *holds* over its steps comes back
-when somebody asks. A slot read *ahead* waits
-for its first use; a *cached* one stays after use. Exact mode is a cyclic scan, for which keeping a
-fixed part is optimal and recency is the worst choice, so a scan never pushes out what is cached.
+when somebody asks. A slot read *ahead* waits for its first use; a *cached* one stays after use.
+Exact mode is a cyclic scan, for which keeping a fixed part is optimal and recency is the worst
+choice, so a scan never pushes out what is cached.
 """
 
 from __future__ import annotations
@@ -348,8 +348,7 @@ class DeviceSlots:
     def mixed_table(self, slots: I32, in_host: NDArray[np.intp], host_slots: I32) -> I32:
         """The same with the blocks at ``in_host`` in these host slots.
 
-        As operations.host_unit counts them: down from -2, so that the heads of one block are a step
-        of -1 apart where those of a device slot are 1 apart.
+        Those count down from -2 (operations.host_unit), also from one head of a block to the next.
         """
         count = np.int32(len(self._heads))
         first, step = slots * count, np.ones(len(slots), np.int32)

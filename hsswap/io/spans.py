@@ -113,11 +113,15 @@ def alone_and_joined(
     """Places of the blocks that are runs of their own, and of the others."""
     if is_stretch(indices) and 2 * block_bytes <= MAX_RUN_BYTES:
         return _NOTHING, np.arange(len(indices))
-    if len(indices) <= FEW and 2 * block_bytes <= MAX_RUN_BYTES:  # a fifth of the cost
+    if len(indices) <= FEW:  # a fifth of the cost
         listed = indices.tolist()
         known = set(listed)
         if len(known) == len(listed):
-            lonely = [index + 1 not in known and index - 1 not in known for index in listed]
+            lonely = [
+                2 * block_bytes > MAX_RUN_BYTES
+                or (index + 1 not in known and index - 1 not in known)
+                for index in listed
+            ]
             if all(lonely):
                 return np.arange(len(listed)), _NOTHING
             return np.flatnonzero(lonely), np.flatnonzero(np.logical_not(lonely))
