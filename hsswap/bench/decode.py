@@ -109,6 +109,7 @@ def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     sizes = tuple(size for size in sizes if str(size.tokens) in lengths)
     chosen = [] if args.arms == "" else names_of(args.arms, list(AGAINST), "--arms")
     rows: list[Row] = []
+    report = _report(args, model, rows)
     with Lab.on(args.device) as lab:
         arms = arms_for(lab, model)
         for size in sizes:
@@ -118,17 +119,17 @@ def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
                 async for row in _measure(lab, arms, model, size, some, args):
                     rows.append(row)
                     if args.out:  # after each row: the longest may not fit the machine
-                        save(_report(args, model, rows), args.out)
+                        save(json.dumps(report, indent=1), args.out)
 
             interrupts.run(measure())
     if args.json:
-        say(_report(args, model, rows), sys.stdout)
+        say(json.dumps(report, indent=1), sys.stdout)
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
-def _report(args: argparse.Namespace, model: LlamaConfig, rows: list[Row]) -> str:
-    """The JSON object."""
-    result = {
+def _report(args: argparse.Namespace, model: LlamaConfig, rows: list[Row]) -> dict[str, object]:
+    """The JSON object, with rows to come. Of a machine that does nothing else yet."""
+    return {
         "bench": "decode",
         "quick": bool(args.quick),
         "device": args.device,
@@ -136,7 +137,6 @@ def _report(args: argparse.Namespace, model: LlamaConfig, rows: list[Row]) -> st
         "model": asdict(model),
         "rows": rows,
     }
-    return json.dumps(result, indent=1)
 
 
 def config_of(

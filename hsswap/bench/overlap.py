@@ -97,21 +97,22 @@ def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
     wanted = names_of(args.only, MEASURES, "--only")
     sizes = SMALL if args.quick else Sizes()
     rows: list[Row] = []
+    report = _report(args, sizes, rows)
     with Lab.on(args.device) as lab:
         bench = _Bench(lab, sizes, args.quick, args.dir)
         for name in MEASURES:
             if name in wanted:
                 rows += interrupts.run(getattr(bench, name)())
                 if args.out:  # after each: who is told to end has what was measured
-                    save(_report(args, sizes, rows), args.out)
+                    save(json.dumps(report, indent=1), args.out)
     if args.json:
-        say(_report(args, sizes, rows), sys.stdout)
+        say(json.dumps(report, indent=1), sys.stdout)
     return 0 if args.quick or all(row["passed"] for row in rows) else 1
 
 
-def _report(args: argparse.Namespace, sizes: Sizes, rows: list[Row]) -> str:
-    """The JSON object."""
-    result = {
+def _report(args: argparse.Namespace, sizes: Sizes, rows: list[Row]) -> dict[str, object]:
+    """The JSON object, with rows to come. Of a machine that does nothing else yet."""
+    return {
         "bench": "overlap",
         "quick": bool(args.quick),
         "device": args.device,
@@ -119,7 +120,6 @@ def _report(args: argparse.Namespace, sizes: Sizes, rows: list[Row]) -> str:
         "sizes": asdict(sizes),
         "rows": rows,
     }
-    return json.dumps(result, indent=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
             f"--prompt, --tokens and --draft come to {longest} and the model's context is {context}"
         )
     rows: list[Row] = []
+    report = _report(args, rows)
     for batch in args.batch:
         for name, text in texts.items():
             prompts = prompts_of(text, batch, args.prompt)
@@ -128,20 +129,14 @@ def main(args: argparse.Namespace, interrupts: Interrupts) -> int:
             )
             rows += [{"text": name, **row} for row in interrupts.run(measured)]
             if args.out:  # as it grows: a long run may be cut
-                _write(args, rows)
-    result = _result(args, rows)
-    if args.out:
-        _write(args, rows)
+                save(json.dumps(report, indent=1), args.out)
     if args.json:
-        say(json.dumps(result, indent=1), sys.stdout)
+        say(json.dumps(report, indent=1), sys.stdout)
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _write(args: argparse.Namespace, rows: list[Row]) -> None:
-    save(json.dumps(_result(args, rows), indent=1), args.out)
-
-
-def _result(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+def _report(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    """The JSON object, with rows to come. Of a machine that does nothing else yet."""
     return {
         "bench": "rounds",
         "quick": bool(args.quick),
