@@ -24,6 +24,7 @@ from hsswap.io.ids import INDEX_MASK, BlockIds
 from hsswap.io.layout import SEGMENT_IDS, SegmentLayout, segment_of
 from hsswap.io.runs import BlockRun
 from hsswap.io.space import SpaceBudget
+from hsswap.io.waiting import until_done
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +175,12 @@ class Segments:
         return pending
 
     async def closed(self) -> None:
-        """Wait until nothing of this is under way. After the backend was closed."""
+        """Wait until nothing of this is under way, also when cancelled. After the backend was
+        closed.
+        """
+        await until_done(asyncio.ensure_future(self._idle()))
+
+    async def _idle(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
 

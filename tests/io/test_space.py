@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,34 @@ async def test_a_store_closes_while_a_segment_is_being_admitted(tmp_path: Path) 
     await store.close()
     assert outcome.ended
     assert not (tmp_path / "a").exists()
+
+
+async def test_closing_waits_for_a_segment_being_admitted_however_often_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def statvfs(path: object) -> SimpleNamespace:
+        asked.set()
+        answered.wait()
+        return SimpleNamespace(f_bavail=1 << 40, f_frsize=4096)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    store = await open_store(memory(), 600, persist=False, free_bytes=1)
+    ids = store.ids.allocate(3)
+    outcome = begin_write(store, 0, store.ids.check(ids), content_of(store, ids, 0))
+    await asyncio.to_thread(asked.wait)
+    closing = asyncio.ensure_future(store.close())
+    try:
+        for _ in range(200):
+            await asyncio.sleep(0)
+            closing.cancel()
+        assert not closing.done()
+    finally:
+        answered.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert outcome.ended
 
 
 @pytest.mark.parametrize(
