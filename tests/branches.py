@@ -10,10 +10,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hsswap import HighSpeedSwap, Sequence, TopK
+from hsswap import HighSpeedSwap, Sequence, SwapConfig, TopK
 from hsswap.io.memory import MemoryIO
 from tests.swap_actors import roomy
-from tests.swap_cases import U16, Case, feed
+from tests.swap_cases import U16, Case, config_for, feed
+
+MOST_BRANCHES = 4
+
+
+def config_of(
+    case: Case, branches: int = MOST_BRANCHES, *, extra_device: int = 0, extra_host: int = 0
+) -> SwapConfig:
+    """The least slots for so many branches, and more; ids for 1,000 tokens of each."""
+    return config_for(
+        case,
+        sequences=branches,
+        capacity=branches * 1000,
+        extra_device=extra_device,
+        extra_host=extra_host,
+    )
 
 
 def rows_of(case: Case, rows: list[int]) -> Case:
