@@ -126,8 +126,10 @@ class DeviceArm(StoreArm):
     """Reads that count when they are in device memory. ``direct``: see :class:`DeviceMemory`.
 
     Where they go through host slots, of which there are twice as many as are asked for, a block is
-    asked for when another has come there. One gather at a time takes on half of ``depth`` or more;
-    whether it is done is looked at when more comes, and waited for only when slots are wanting.
+    asked for when another has come there. One gather at a time takes on ``depth`` or more: each
+    holds the loop for 0.3 ms (H200 host; of half as many, 64 KiB each: 0.93 of the MB/s, 47 us of
+    processor a block for 40). Whether it is done is looked at when more comes, and waited for only
+    when slots are wanting.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class DeviceArm(StoreArm):
         self._gather: tuple[Event, NDArray[np.int64]] | None = None
         self._waits = False
         self._owed = 0  # blocks to ask for when there are slots again
-        self._least = depth // 2  # blocks of a gather, unless slots are wanting
+        self._least = depth  # blocks of a gather, unless slots are wanting
 
     async def verify(self) -> None:
         """Move a block to every slot, and compare. Raises BenchError when one is wrong."""

@@ -111,11 +111,11 @@ def _move(device: Launcher, stream: Stream, kernel: str, work: GatherWork | Scat
 
 def gather(device: Launcher, stream: Stream, work: GatherWork) -> None:
     """Host slots to device slots: by the copy engine where runs of whole blocks are long."""
-    runs = block_runs(work)
-    block_bytes = work.blocks.block_bytes
-    if not runs or len(work.host_slots) * block_bytes < COPY_BYTES * len(runs):
+    runs = block_runs(work, COPY_BYTES)
+    if not runs:
         _move(device, stream, "gather", work.by_unit())
         return
+    block_bytes = work.blocks.block_bytes
     for run in runs:
         target = work.units.memory.address + run.device_slot * block_bytes
         source = work.blocks.memory.address + run.host_slot * block_bytes
@@ -130,17 +130,21 @@ class BlockRun(NamedTuple):
     blocks: int
 
 
-def block_runs(work: GatherWork) -> list[BlockRun]:
-    """What a gather of whole blocks moves; nothing for units, and for blocks with padding."""
+def block_runs(work: GatherWork, mean_bytes: int) -> list[BlockRun]:
+    """What a gather of whole blocks moves; nothing for units, for blocks with padding, and where
+    the runs have fewer bytes on an average.
+    """
     padded = work.blocks.block_bytes != work.units.group.kv_heads * work.units.unit_bytes
     if work.heads is not None or padded or not len(work.host_slots):
         return []
     hosts, slots = work.host_slots, work.device_slots
     goes_on = (hosts[1:] - hosts[:-1] == 1) & (slots[1:] - slots[:-1] == 1)
-    starts = [0, *(np.flatnonzero(~goes_on) + 1).tolist()]
+    breaks = np.flatnonzero(~goes_on) + 1
+    if len(hosts) * work.blocks.block_bytes < mean_bytes * (len(breaks) + 1):
+        return []  # before each is looked at: most gathers end here
     return [
         BlockRun(int(hosts[start]), int(slots[start]), stop - start)
-        for start, stop in pairwise([*starts, len(hosts)])
+        for start, stop in pairwise([0, *breaks.tolist(), len(hosts)])
     ]
 
 

@@ -181,7 +181,7 @@ class GatherWork:
             self.blocks,
             self.units,
             self.host_slots.repeat(heads),
-            np.tile(head, count),
+            np.broadcast_to(head, (count, heads)).ravel(),
             (self.device_slots[:, None] * np.int32(heads) + head).ravel(),
         )
 

@@ -77,7 +77,7 @@ def test_gather_of_blocks_with_padding(rig: Rig) -> None:
     )
     blocks.memory.array()[...] = np.random.default_rng(1).integers(0, 256, blocks.memory.shape)
     work = GatherWork(blocks, units, np.array([3, 1], np.int32), None, np.array([0, 2], np.int32))
-    assert block_runs(work) == []
+    assert block_runs(work, 0) == []
     wanted, whole = content(units), content(blocks)[:, : 3 * units.unit_bytes]
     wanted[:9].reshape(3, -1)[[0, 2]] = whole[[3, 1]]
     rig.device.gather(rig.stream, work)
@@ -93,5 +93,8 @@ def test_gather_refuses_blocks_that_are_not_there(rig: Rig) -> None:
 
 def test_runs_of_whole_blocks(rig: Rig) -> None:
     work = whole_blocks(rig, [4, 5, 6, 9, 10, 3], [7, 8, 9, 10, 12, 13])
-    assert block_runs(work) == [(4, 7, 3), (9, 10, 1), (10, 12, 1), (3, 13, 1)]
-    assert block_runs(work.by_unit()) == []
+    assert block_runs(work, 0) == [(4, 7, 3), (9, 10, 1), (10, 12, 1), (3, 13, 1)]
+    assert block_runs(work.by_unit(), 0) == []
+    mean_bytes = work.blocks.block_bytes * 6 // 4
+    assert len(block_runs(work, mean_bytes)) == 4
+    assert block_runs(work, mean_bytes + 1) == []
