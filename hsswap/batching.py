@@ -26,7 +26,7 @@ from hsswap.attending import (
     give_back_room,
 )
 from hsswap.batch_table import BatchTable, Row
-from hsswap.driver.operations import AttendWork, FinalizeWork, host_unit
+from hsswap.driver.operations import AttendWork, FinalizeWork
 from hsswap.driver.tensor import Tensor, tensor_of
 from hsswap.errors import ArgumentError, shown
 from hsswap.exact import NO_SLOTS, NOTHING
@@ -74,10 +74,9 @@ class Ready:
         if self.table is not None:
             return self.table.unit_slots(self.start, self.stop)
         cache = self.query.cache
-        heads = np.arange(cache.pool.group.kv_heads, dtype=np.int32)[:, None]
-        units = cache.pool.slots.units(cache.device_slot[self.start : self.stop])
-        units[:, self.missing] = host_unit(self.host_slots, heads, len(heads))
-        return units
+        slots = cache.device_slot[self.start : self.stop]
+        table: I32 = cache.pool.slots.mixed_table(slots, self.missing, self.host_slots)[0]
+        return table
 
 
 def row_counts(rows: ArrayLike | None, sequences: int, total: int) -> list[int]:
