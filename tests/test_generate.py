@@ -17,7 +17,7 @@ from hsswap.commands.decoding import count_agreeing, dims_of, must_read_blocks
 from hsswap.commands.generate import load_model, run_job
 from hsswap.commands.interrupts import Interrupted, Interrupts
 from hsswap.commands.planning import best_tile, check_memory, make_plan
-from hsswap.config import ModelDims
+from hsswap.config import ModelDims, PredictorConfig
 from hsswap.errors import ArgumentError, ConfigError, DeviceError
 from hsswap.fitting import LESSON_SPAN
 from hsswap.models import Llama, PlainAttention
@@ -376,3 +376,12 @@ def test_drafts_without_speculation_are_refused(tiny: TinyRun, name: str) -> Non
     with pytest.raises(ArgumentError, match=f"{name} goes with --speculate"):
         tiny.job(name, "4")
     assert tiny.job("--speculate", "ngram").options.draft == 4
+
+
+@pytest.mark.parametrize("share", [16, 32, 64])
+def test_codes_take_what_is_said_of_them(tiny: TinyRun, share: int) -> None:
+    words = ["--codes", str(share)] if share != 32 else []
+    predictor = tiny.job("--mode", "topk", *words).plan.config.predictor
+    assert predictor == PredictorConfig(metadata_ratio=1 / share)
+    with pytest.raises(ArgumentError, match="--codes goes with --mode topk"):
+        tiny.job("--codes", str(share))

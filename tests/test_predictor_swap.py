@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hsswap.bench.predictor_swap import eighth_plan
-from hsswap.config import ModelDims
+from hsswap.config import ModelDims, PredictorConfig
 from hsswap.topk import TopK
 
 SMOLLM2 = ModelDims.uniform(layers=30, q_heads=9, kv_heads=3, head_dim=64)
@@ -40,6 +40,14 @@ def test_the_most_is_the_largest_k_that_these_slots_are_enough_for(tmp_path: Pat
 
     assert needed(plan.top_k) <= plan.config.device_slots
     assert needed(replace(plan.top_k, k=plan.top_k.k + 1)) > plan.config.device_slots
+
+
+@pytest.mark.parametrize("most", [False, True])
+def test_the_share_of_codes_changes_nothing_else(tmp_path: Path, most: bool) -> None:
+    plan = eighth_plan(SMOLLM2, 8192, tmp_path, most=most)
+    wider = eighth_plan(SMOLLM2, 8192, tmp_path, most=most, codes=16)
+    assert wider.config == replace(plan.config, predictor=PredictorConfig(metadata_ratio=1 / 16))
+    assert wider.top_k == plan.top_k
 
 
 def test_a_short_context_gets_two_tiles_all_the_same(tmp_path: Path) -> None:

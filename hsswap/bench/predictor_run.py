@@ -200,9 +200,11 @@ def pieces_of(task: Task, model: Llama, stack: ExitStack, say: Say) -> Iterator[
         yield from _end_to_end(task, model, trace, compared)
         yield from _of_layers(model, trace, compared)
         if task.through_swap and trace.context.name in SWAPPED:
-            for most in (False,) if task.is_quick else (False, True):  # else they are alike
-                key = f"{trace.name} through the swap{', most' if most else ''} {PRODUCT_HASH}"
-                make = partial(_swapped, task, model, trace, say, most=most)
+            plans = ((False, 32),) if task.is_quick else ((False, 32), (True, 32), (True, 16))
+            for most, codes in plans:  # of short texts they are alike
+                about = f"{', most' if most else ''}{', 1/16' if codes == 16 else ''}"
+                key = f"{trace.name} through the swap{about} {PRODUCT_HASH}"
+                make = partial(_swapped, task, model, trace, say, most=most, codes=codes)
                 yield Piece("through_swap", trace.context.name, key, make)
 
 
@@ -232,10 +234,12 @@ def _of_layers(model: Llama, trace: Trace, compared: list[Method]) -> Iterator[P
         yield Piece("loss", name, f"{trace.name} loss {PRODUCT_HASH}", make)
 
 
-def _swapped(task: Task, model: Llama, trace: Trace, say: Say, *, most: bool) -> list[Row]:
+def _swapped(
+    task: Task, model: Llama, trace: Trace, say: Say, *, most: bool, codes: int
+) -> list[Row]:
     rows = task.sizes.window if trace.context.name == "docs" else task.sizes.tested
     with tempfile.TemporaryDirectory(prefix="hsswap-bench-", dir=task.folder) as folder:
-        return [swap_row(model, trace, rows, Path(folder), say, most=most)]
+        return [swap_row(model, trace, rows, Path(folder), say, most=most, codes=codes)]
 
 
 def _about(trace: Trace) -> Row:

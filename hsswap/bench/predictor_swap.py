@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from hsswap.commands.generate_args import GenerateOptions, add_arguments
 from hsswap.commands.planning import CACHE_SHARE, Plan, make_plan
 from hsswap.config import SPAN_TOKENS, ModelDims
 from hsswap.models import Llama
-from hsswap.predictor_config import PredictorConfig
 from hsswap.sync import blocking
 
 Row = dict[str, Any]
@@ -36,15 +34,17 @@ def swap_row(
     say: Callable[[str], None],
     *,
     most: bool,
+    codes: int,
 ) -> Row:
     """Loss, KL and digits of the last ``rows`` tokens, and what they read. ``folder``: the store's;
-    ``most``: with the largest k for which that many slots are enough, in place of the default.
+    ``most``: with the largest k for which that many slots are enough, in place of the default;
+    ``codes``: the command's ``--codes``.
 
     Takes minutes at 8,192 tokens, nearly all of it prefill.
     """
     length, tokens = trace.sizes.length, trace.context.tokens
     dims = dims_of(model.config, rope_factors=model.weights.rope_factors)
-    plan = eighth_plan(dims, length, folder, most=most)
+    plan = eighth_plan(dims, length, folder, most=most, codes=codes)
     first = length - rows
     with blocking(plan.config) as swap, swap.sequence(top_k=plan.top_k) as sequence:
         attention = SwapAttention(sequence, arrays=model.arrays)
@@ -76,7 +76,7 @@ def swap_row(
     }
 
 
-def eighth_plan(dims: ModelDims, tokens: int, folder: Path, *, most: bool) -> Plan:
+def eighth_plan(dims: ModelDims, tokens: int, folder: Path, *, most: bool, codes: int = 32) -> Plan:
     """The command's plan for so many tokens, with an eighth of the cache in slots: of the default k
     and the rest for host slots, or with the largest k and the fewest host slots.
 
@@ -84,7 +84,7 @@ def eighth_plan(dims: ModelDims, tokens: int, folder: Path, *, most: bool) -> Pl
     """
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = ["--prompt-file", "-", "--mode", "topk", "--dir", str(folder)]
+    words = ["--prompt-file", "-", "--mode", "topk", "--dir", str(folder), "--codes", str(codes)]
     plan = make_plan(GenerateOptions.of(parser.parse_args(words)), dims, tokens)
     eighth = dims.layers * dims.blocks_of(tokens) // CACHE_SHARE
     if most:
@@ -94,5 +94,4 @@ def eighth_plan(dims: ModelDims, tokens: int, folder: Path, *, most: bool) -> Pl
         least = 2 * plan.config.tile_tokens // dims.block_size
         host_slots = max(eighth - plan.config.device_slots, least)
     words += ["--host-slots", str(host_slots)]
-    plan = make_plan(GenerateOptions.of(parser.parse_args(words)), dims, tokens)
-    return replace(plan, config=replace(plan.config, predictor=PredictorConfig(kind="codes")))
+    return make_plan(GenerateOptions.of(parser.parse_args(words)), dims, tokens)

@@ -96,8 +96,9 @@ def print_tables(report: Row, people: TextIO) -> None:
     for row in report["through_swap"]:
         digits = f"digits {row['digits_right']} ({row['dense_digits_right']})"
         tell(
-            f"{row['context']:14} k {row['k']:3} {row['nats']:.4f} ({row['dense_nats']:.4f}) nats "
-            f"a token, KL {row['kl']:.4f}, {digits}"
+            f"{row['context']:14} k {row['k']:3}, codes 1/{1 / row['metadata_ratio']:.0f}: "
+            f"{row['nats']:.4f} ({row['dense_nats']:.4f}) nats a token, "
+            f"KL {row['kl']:.4f}, {digits}"
         )
 
     if report["not_run"]:

@@ -16,6 +16,8 @@ MODES = ("exact", "topk")
 KV_DTYPES = ("bf16", "e4m3")
 DRAFTERS = ("ngram", "early-exit")
 STDIN = Path("-")
+CODES = (64, 43, 32, 21, 16)
+"""Bytes of K and V for each byte of codes, those in the middle by default."""
 DRAFT_ROUNDS = 4
 """Drafts of a round, and rounds of a burst, unless said otherwise."""
 
@@ -46,6 +48,10 @@ IO_HELP = (
 KV_DTYPE_HELP = (
     "what keys and values are kept as (bf16): e4m3 is FP8 with a scale for each row of a head, in "
     "half of the bytes. --verify reports what it rounds away, and compares over what is kept"
+)
+CODES_HELP = (
+    "what topk ranks blocks with takes an Nth of the bytes of K and V, in device memory: "
+    "%(choices)s (32); a 16th finds more of what matters"
 )
 PERSIST_HELP = (
     "keep the cache of the prompt and its continuation in --dir, and begin with what is there: the "
@@ -84,6 +90,7 @@ class GenerateOptions:
     mode: str
     slots: int | None
     host_slots: int | None
+    codes: int
     directory: Path | None
     device: str
     model: Path | None
@@ -110,6 +117,10 @@ class GenerateOptions:
                 values[name] = DRAFT_ROUNDS
             elif parsed.speculate is None:
                 raise ArgumentError(f"--{name} goes with --speculate")
+        if values["codes"] is None:
+            values["codes"] = CODES[len(CODES) // 2]
+        elif parsed.mode != "topk":
+            raise ArgumentError("--codes goes with --mode topk")
         return cls(**values)
 
 
@@ -122,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=MODES, default="exact", help=MODE_HELP)
     add("--slots", type=count, metavar="N", help=SLOTS_HELP)
     add("--host-slots", type=count, metavar="N", help=HOST_SLOTS_HELP)
+    add("--codes", type=count, choices=CODES, metavar="N", help=CODES_HELP)
     add("--dir", dest="directory", type=folder_to_make, metavar="D", help=DIRECTORY_HELP)
     add("--persist", action="store_true", help=PERSIST_HELP)
     add("--speculate", choices=DRAFTERS, help=SPECULATE_HELP)

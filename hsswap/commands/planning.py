@@ -77,7 +77,7 @@ def make_plan(
         io=options.io,
         tile_tokens=tile_tokens,
         look_ahead=options.look_ahead,
-        predictor=None if top_k is None else PredictorConfig(),
+        predictor=None if top_k is None else PredictorConfig(metadata_ratio=1 / options.codes),
         persist=options.persist,
         fingerprint=fingerprint,
     )
