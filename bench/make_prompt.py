@@ -15,7 +15,7 @@ from hsswap.bench.predictor_contexts import reference_text
 def main(arguments: list[str] | None = None) -> int:
     """Write the first ``--characters`` to ``--out``; exits with 2 if there are not so many."""
     parser = argparse.ArgumentParser(
-        description="Write the first N characters of pydoc_data.topics."
+        allow_abbrev=False, description="Write the first N characters of pydoc_data.topics."
     )
     parser.add_argument("--characters", type=int, required=True, help="how many, 1 or more")
     parser.add_argument("--out", type=Path, required=True, help="the file to write (UTF-8)")
