@@ -25,7 +25,7 @@ from hsswap.driver.preparing import PrepareWork
 from hsswap.errors import ArgumentError, ConfigError, OutOfSlots, shown
 from hsswap.io.base import BlockIO
 from hsswap.io.store import BlockStore
-from hsswap.io.waiting import goes_on, to_the_end
+from hsswap.io.waiting import goes_on, is_own, to_the_end
 from hsswap.loop import in_thread, insist
 from hsswap.metrics import SwapStatistics
 from hsswap.sequence import Sequence
@@ -259,9 +259,9 @@ class HighSpeedSwap(BatchCalls):
         if self._ended is not None and goes_on(self._ended):
             await asyncio.shield(self._ended)
             return
-        self._ended = asyncio.get_running_loop().create_future()
+        ended = self._ended = asyncio.get_running_loop().create_future()
         if is_orphan:
-            await self._close_orphan()
+            await self._close_orphan(ended)
             return
         self.prefetcher.close()
         try:
@@ -281,9 +281,9 @@ class HighSpeedSwap(BatchCalls):
                 lambda: _close_device(self.device),
             )
         finally:
-            self._ends()
+            self._ends(ended)
 
-    async def _close_orphan(self) -> None:
+    async def _close_orphan(self, ended: asyncio.Future[None]) -> None:
         """:meth:`close` without the loop that tasks and futures of the swap belong to: launches and
         I/O end, whoever asked for them, and then all is freed.
         """
@@ -295,11 +295,10 @@ class HighSpeedSwap(BatchCalls):
                 lambda: _close_device(self.device),
             )
         finally:
-            self._ends()
+            self._ends(ended)
 
-    def _ends(self) -> None:
-        assert self._ended is not None
-        self.mailbox.close()
-        self._sequences.clear()
-        if not self._ended.done():  # else by another's close, after this one's loop was closed
-            self._ended.set_result(None)
+    def _ends(self, ended: asyncio.Future[None]) -> None:
+        if is_own(ended, self._ended):
+            self.mailbox.close()
+            self._sequences.clear()
+            ended.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +203,52 @@ def test_work_that_is_under_way_when_the_loop_closes_ends_first(
             threads.submit(close).result()
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+# What asyncio says of tasks that had no turn before their loop was closed.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("io", ["posix", "uring"])
+def test_a_close_is_given_up_with_its_loop_anywhere(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], io: str, persist: bool, tmp_path: Path
+) -> None:
+    """Another one does it anew, and what is left of the first is no hindrance, whenever it goes."""
+    config = replace(config_for(CASE), io=io, persist=persist, directory=tmp_path / "store")
+
+    async def begin(turns: int) -> tuple[HighSpeedSwap, asyncio.Task[None]]:
+        swap = await HighSpeedSwap.create(config)
+        sequence = swap.sequence()
+        await fill(sequence, CASE)  # some of it is on its way to the disk
+        await sequence.commit(range(300))
+        closing = asyncio.ensure_future(swap.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return swap, closing
+
+    async def end(swap: HighSpeedSwap, given_up: list[asyncio.Task[None]], turns: int) -> None:
+        closing = asyncio.ensure_future(swap.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up.clear()
+        gc.collect()
+        await asyncio.wait_for(closing, 60)
+
+    async def found() -> int:
+        async with HighSpeedSwap.open(config) as again:
+            return (await again.open_prefix(range(300))).length
+
+    for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34):
+        own = new_loop()
+        swap, task = own.run_until_complete(begin(turns))
+        own.close()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        given_up = [task]
+        del task
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(end(swap, given_up, turns % 7))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            assert runner.run(found()) == (288 if persist else 0)
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)

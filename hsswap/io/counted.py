@@ -19,7 +19,7 @@ from hsswap.io.base import (
     check_transfers,
 )
 from hsswap.io.deadlines import DeadlineTimer
-from hsswap.io.waiting import goes_on, to_the_end, until_done
+from hsswap.io.waiting import goes_on, is_own, to_the_end, until_done
 
 Ended = tuple[Transfer, HsswapError | None, int]
 """A transfer that ended, its error, and its bytes."""
@@ -85,16 +85,17 @@ class CountedIO(BlockIO):
             await until_done(self._closed)
             return
         bound, self._loop = self._loop, asyncio.get_running_loop()
-        self._closed = self._loop.create_future()
+        closing = self._closed = self._loop.create_future()
         self._is_untold = bound is not None and bound.is_closed()
         if self._is_untold:
-            self.after_deliveries = None
+            self.after_deliveries = self._drained = None
             self._go_on(self._loop)
         try:
             await to_the_end(self._drain, self._stop)
         finally:
-            self._deadlines.cancel()
-            self._closed.set_result(None)
+            if is_own(closing, self._closed):
+                self._deadlines.cancel()
+                closing.set_result(None)
 
     async def _drain(self) -> None:
         assert self._loop is not None

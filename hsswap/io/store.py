@@ -34,7 +34,7 @@ from hsswap.io.opening import (
 from hsswap.io.runs import OnBlocksDone
 from hsswap.io.space import SpaceLimits
 from hsswap.io.statistics import StoreStatistics
-from hsswap.io.waiting import goes_on, to_the_end, until_done
+from hsswap.io.waiting import goes_on, is_own, to_the_end, until_done
 
 
 class BlockStore:
@@ -352,7 +352,7 @@ class BlockStore:
         if self._closed is not None and goes_on(self._closed):
             await until_done(self._closed)
             return
-        self._closed = asyncio.get_running_loop().create_future()
+        closing = self._closed = asyncio.get_running_loop().create_future()
         if not (is_orphan := self._loop.is_closed()):  # its tasks, and who is to hear, are gone
             self._mover.close()
         try:
@@ -364,7 +364,8 @@ class BlockStore:
                 lambda: asyncio.sleep(0),  # reports that are due now come before the end
             )
         finally:
-            self._closed.set_result(None)
+            if is_own(closing, self._closed):
+                closing.set_result(None)
 
     async def _commit(self) -> None:
         self._require_open()

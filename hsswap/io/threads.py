@@ -298,6 +298,8 @@ class ThreadedIO(CountedIO):
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon(self._deliver)
+        self._next_preparing = None  # one that was due on the other loop never comes
+        self._prepare_soon()
 
     def _is_idle(self) -> bool:
         return self._in_flight == 0 and self._jobs_in_flight == 0

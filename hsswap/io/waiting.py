@@ -30,16 +30,26 @@ def goes_on(closing: asyncio.Future[None] | None) -> bool:
     return closing is not None and (closing.done() or not closing.get_loop().is_closed())
 
 
+def is_own(closing: asyncio.Future[None], latest: asyncio.Future[None] | None) -> bool:
+    """Whether a close that comes to its end may say so: it is the latest, and was not given up in
+    the middle, as when its loop was closed.
+    """
+    return closing is latest and not closing.get_loop().is_closed()
+
+
 async def to_the_end(*steps: Callable[[], Awaitable[object]]) -> None:
     """Await every step in order, also after one that failed or was cancelled.
 
     The first thing raised is raised at the end. Steps run in the caller's task and not in one of
-    their own, because a task that is cancelled before its first step never runs at all.
+    their own, because a task that is cancelled before its first step never runs at all. A task that
+    is given up, its loop being closed, takes no further step: they may be another's now.
     """
     problem: BaseException | None = None
     for step in steps:
         try:
             await step()
+        except GeneratorExit:
+            raise
         except BaseException as error:
             problem = problem or error
     if problem is not None:

@@ -310,6 +310,28 @@ async def test_close_drains_refuses_and_may_be_called_again(
             call()
 
 
+def test_writes_that_had_no_turn_before_their_loop_was_closed_are_made(
+    make: Callable[[int], BlockIO], tmp_path: Path
+) -> None:
+    io = make(2)
+
+    async def begin() -> None:
+        await io.start(place_for(io, tmp_path))
+        file = await io.create_file(tmp_path / "file", LIMIT * PAGE)
+        places = [at * PAGE for at in range(LIMIT)]
+        told = lambda one, error: None  # noqa: E731
+        io.submit(
+            [transfer(Operation.WRITE, file, Pages(1), told, at, quick=True) for at in places]
+        )
+
+    own = asyncio.new_event_loop()
+    own.run_until_complete(begin())
+    own.close()
+    asyncio.run(asyncio.wait_for(io.close(), 60))
+    counts = io.statistics()
+    assert (counts.in_flight, counts.bytes_written, counts.errors) == (0, LIMIT * PAGE, 0)
+
+
 async def test_close_goes_on_when_cancelled(make: Callable[[int], BlockIO], tmp_path: Path) -> None:
     io = make(1)
     await io.start(place_for(io, tmp_path))
