@@ -38,6 +38,7 @@ class NamedBlocks:
     offload at a time. ``filling``: layer and index of the block it is about to fill. ``reads``:
     what each call attends. Neither begins while the other is at a block: a slot taken for new
     content holds nothing yet, and what a call under way is going to read must not become another's.
+    ``references``: how many of an id's holders came by the id calls; the others are sequences.
     """
 
     valid: NDArray[np.uint16]
@@ -51,12 +52,21 @@ class NamedBlocks:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     filling: tuple[int, int] | None = None
     reads: list[Reads] = field(default_factory=list)
+    references: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dims: ModelDims, ids: int) -> NamedBlocks:
         """None offloaded yet."""
         shape = dims.layers, ids
         return cls(np.zeros(shape, np.uint16), np.full(shape, -1, np.int32))
+
+    def refer(self, block: int, more: int) -> None:
+        """So many holders more of an id."""
+        count = self.references.get(block, 0) + more
+        if count:
+            self.references[block] = count
+        else:
+            del self.references[block]
 
     def is_read(self, index: int, layer: int | None = None) -> bool:
         """Whether a call that is under way attends this block, in one layer or in any."""

@@ -77,8 +77,9 @@ class NamedCalls(NamedIds):
         slot, as long as there is room, until it is offloaded again or the swap is flushed. With a
         predictor its codes are computed when it is full.
 
-        Raises ArgumentError for arguments that cannot be, StaleBlockId, SharedBlock for an id that
-        several hold and that has content in the layer, OutOfSlots: nothing was changed.
+        Raises ArgumentError for arguments that cannot be and for an id that a sequence holds,
+        StaleBlockId, SharedBlock for an id that several hold and that has content in the layer,
+        OutOfSlots: nothing was changed.
         """
         await self._offload(
             layer, block, (k_block_dev, v_block_dev), (k_block_host, v_block_host), valid_tokens,
@@ -180,8 +181,13 @@ class NamedCalls(NamedIds):
         async with named.turn:
             with self._call():
                 indices = self._store.ids.check([block])
-                index = int(indices[0])
-                others = named.valid[layer, index] and self._store.ids.refcount(block) > 1
+                index, holders = int(indices[0]), self._store.ids.refcount(block)
+                if named.references.get(int(block), 0) < holders:
+                    raise ArgumentError(
+                        f"block id {block} is a sequence's; offload to one that "
+                        "alloc_disk_block_id gave"
+                    )
+                others = named.valid[layer, index] and holders > 1
                 if others or self._store.is_fixed(layer, index):
                     raise SharedBlock(
                         f"block id {block} has other holders, and content in layer {layer}; "

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from hsswap.driver.base import Event, Stream
+from hsswap.errors import ArgumentError
 from hsswap.named_blocks import NamedBlocks, Reads
 from hsswap.retiring import Resident
 from hsswap.swap_state import SwapState
@@ -32,7 +33,9 @@ class NamedIds(SwapState):
     async def alloc_disk_block_id(self) -> int:
         """A new id, valid in every layer, with one reference. Raises OutOfBlocks."""
         self.check_open()
-        return int(self._store.ids.allocate(1)[0])
+        block = int(self._store.ids.allocate(1)[0])
+        self.named.refer(block, 1)
+        return block
 
     async def inc_disk_ref(self, *, block: int) -> None:
         """One more holder of an id; its blocks cannot be changed then. Raises StaleBlockId."""
@@ -40,19 +43,30 @@ class NamedIds(SwapState):
         async with self.named.turn:  # behind an offload to the same id
             self.check_open()
             self._store.ids.add_reference([block])
+            self.named.refer(int(block), 1)
 
     async def dec_disk_ref(self, *, block: int) -> int:
         """One holder less; how many are left. The last frees the id, behind work that uses it.
 
-        Raises StaleBlockId for an id that nobody holds.
+        Raises StaleBlockId for an id that nobody holds, ArgumentError for one that only sequences
+        hold.
         """
         self.check_loop()
         async with self.named.turn:  # behind an offload to the same id
             self.check_open()
-            if self._store.ids.refcount(block) > 1:
-                return self._store.ids.drop_one(block)
-            await self._free_id(block)
-            return 0
+            count = self._store.ids.refcount(block)
+            if int(block) not in self.named.references:
+                raise ArgumentError(
+                    f"block id {block} is a sequence's, which gives it back; dec_disk_ref takes "
+                    "back what alloc_disk_block_id or inc_disk_ref gave"
+                )
+            if count > 1:
+                left = self._store.ids.drop_one(block)
+            else:
+                await self._free_id(block)
+                left = 0
+            self.named.refer(int(block), -1)
+            return left
 
     def disk_refcount(self, *, block: int) -> int:
         """How many hold an id. Raises StaleBlockId when nobody does."""

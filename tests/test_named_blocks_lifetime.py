@@ -20,10 +20,10 @@ from hsswap.driver import open_device
 from hsswap.io.ids import INDEX_MASK
 from hsswap.io.memory import Fault, FaultKind, Gate, MemoryIO
 from hsswap.loads import Blocks
-from tests.branches import alone
+from tests.branches import alone, rows_of
 from tests.named_cases import CASE, attend, block_of, config_of, give_back, offload
 from tests.swap_cases import config_for
-from tests.swap_watch import turns, watched
+from tests.swap_watch import fill, turns, watched
 from tests.ways import evict
 
 
@@ -176,3 +176,32 @@ async def test_an_id_is_freed_behind_a_call_that_is_going_to_read_it() -> None:
         assert (await asked == wanted[0][639]).all()
         await freed
         await give_back(swap, ids[:-1])
+
+
+async def test_a_sequences_blocks_are_not_the_id_calls_to_change() -> None:
+    """They may be held by id, which makes them shared, and let go again; no more."""
+    wanted = await alone(CASE, [*range(500)])
+    async with watched(config_of(CASE, extra_host=60)) as swap:
+        sequence = swap.sequence()
+        await fill(sequence, rows_of(CASE, [*range(500)]))
+        await swap.flush()
+        block = int(sequence.ids[20])
+        for held in (False, True):
+            if held:
+                await swap.inc_disk_ref(block=block)
+            with pytest.raises(ArgumentError, match="is a sequence's"):
+                await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 3, 16))  # type: ignore[arg-type]
+        assert await swap.dec_disk_ref(block=block) == 1
+        with pytest.raises(ArgumentError, match="is a sequence's"):
+            await swap.dec_disk_ref(block=block)
+        assert swap.disk_refcount(block=block) == 1
+        result = await sequence.attend(0, CASE.queries[0][480:500])
+        await result.done()
+        assert (np.asarray(result.out) == wanted[0][480:]).all()
+        # Held by id when the sequence goes, it is the holder's alone, who may fill it anew.
+        await swap.inc_disk_ref(block=block)
+        await sequence.close()
+        await swap.offload_block(layer=0, block=block, **block_of(CASE, 0, 0, 16))  # type: ignore[arg-type]
+        got = await attend(swap, CASE, 0, [block], 9, last_block_valid_slots=10)
+        assert (got == wanted[0][9]).all()
+        await give_back(swap, [block])
