@@ -23,7 +23,7 @@ from hsswap.captured import CapturedSteps
 from hsswap.config import SwapConfig
 from hsswap.diagnostics import DiagnosticSummary
 from hsswap.driver.base import Device
-from hsswap.errors import ArgumentError, ClosedError
+from hsswap.errors import ArgumentError, ClosedError, shown
 from hsswap.forked import REFUSED, watch
 from hsswap.io.base import BlockIO
 from hsswap.metrics import SwapStatistics
@@ -63,7 +63,7 @@ class _LoopThread:
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
         self._loop.set_default_executor(_Executor(thread_name_prefix="hsswap-wait"))
-        self._lock = threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.Lock()
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closing = ""  # why calls are refused
         self._thread = threading.Thread(target=self._loop.run_forever, name="hsswap-loop")
@@ -74,14 +74,21 @@ class _LoopThread:
         self._lock = threading.Lock()
         self._closing = REFUSED
 
+    def check_thread(self) -> None:
+        """Raise ArgumentError on the loop's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise ArgumentError("a blocking call on the loop's own thread would never return")
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An exception here (Ctrl-C) cancels it and waits for its end.
 
         Raises ClosedError once :meth:`close` began.
         """
-        if threading.current_thread() is self._thread:
+        try:
+            self.check_thread()
+        except ArgumentError:
             work.close()
-            raise ArgumentError("a blocking call on the loop's own thread would never return")
+            raise
         future: concurrent.futures.Future[T] | None = None
         try:
             with Whole(), self._lock:
@@ -109,8 +116,6 @@ class _LoopThread:
         """
 
         def look() -> None:
-            if swap.closed:
-                return
             if threading.main_thread().is_alive():
                 self._loop.call_later(WATCH_INTERVAL_S, look)
                 return
@@ -123,16 +128,21 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(look)
 
     def close(self) -> None:
-        """Stop the loop and join the thread, when the calls of other threads have ended."""
+        """Stop the loop and join the thread, when the calls of other threads have ended. Twice is
+        fine, and after Ctrl-C in the middle.
+        """
         with self._lock:
             self._closing = "the swap is closed; open a new one"
             calls = list(self._calls)
         concurrent.futures.wait(calls)
-        ended = self._loop.shutdown_default_executor()
-        asyncio.run_coroutine_threadsafe(ended, self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with Whole(), self._ending:
+            if self._loop.is_closed():
+                return
+            ended = self._loop.shutdown_default_executor()
+            asyncio.run_coroutine_threadsafe(ended, self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
 
 class BlockingSequence:
@@ -267,6 +277,15 @@ def _kept(make: Callable[[], Sequence], loop: _LoopThread) -> BlockingSequence:
         raise
 
 
+def _listed(sequences: Iterable[BlockingSequence]) -> list[BlockingSequence]:
+    try:
+        return list(sequences)
+    except TypeError as error:
+        raise ArgumentError(
+            f"sequences is {shown(sequences)}; give a list of this swap's sequences"
+        ) from error
+
+
 class BlockingSwap:
     """A swap without async calls. Get it from :func:`blocking`; close it or use ``with``."""
 
@@ -314,7 +333,11 @@ class BlockingSwap:
         stream: object | None = None,
     ) -> list[AttendResult]:
         """Many sequences of a layer in one call. See :meth:`hsswap.HighSpeedSwap.attend_batch`."""
-        asked = [each._sequence for each in sequences]
+        asked: list[Sequence] = []
+        for each in _listed(sequences):
+            if not isinstance(each, BlockingSequence):
+                raise ArgumentError(f"{shown(each)} is no sequence of this swap")
+            asked.append(each._sequence)
         return self._loop.run(
             self._swap.attend_batch(
                 layer, asked, queries, out, rows=rows, exact=exact, lse_out=lse_out, sinks=sinks,
@@ -329,8 +352,15 @@ class BlockingSwap:
     def run(self, work: Callable[[HighSpeedSwap], Coroutine[Any, Any, T]]) -> T:
         """What any awaited call of :class:`hsswap.HighSpeedSwap` gives, such as those on blocks by
         id: ``swap.run(lambda swap: swap.offload_block(...))``. Waits for it on the loop's thread.
+        Raises ArgumentError for a function that returns nothing to be awaited.
         """
-        return self._loop.run(work(self._swap))
+        made = work(self._swap)
+        if not asyncio.iscoroutine(made):
+            raise ArgumentError(
+                f"run was given a function that returns {shown(made)}; call the swap's awaited "
+                "functions in it: run(lambda swap: swap.flush())"
+            )
+        return self._loop.run(made)
 
     def statistics(self) -> SwapStatistics:
         """What happened since the swap was opened, and what is in use now."""
@@ -341,11 +371,13 @@ class BlockingSwap:
         return self._swap.diagnostic_summary()
 
     def close(self) -> None:
-        """Close the swap and end its thread. Twice is fine."""
-        if self._swap.closed:
+        """Close the swap and end its thread. Twice is fine. Raises ArgumentError on that thread."""
+        self._loop.check_thread()
+        if self._swap.is_inherited:
             return
         try:
-            self._loop.run(self._swap.close())
+            with suppress(ClosedError):  # from an earlier close on
+                self._loop.run(self._swap.close())
         finally:
             self._loop.close()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,11 +198,46 @@ def test_a_blocking_call_on_the_loop_is_refused() -> None:
         assert "never return" in str(caught[0])
 
 
+def test_closing_on_the_loop_is_refused() -> None:
+    before = threading.active_count()
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+
+        async def close(_: HighSpeedSwap) -> None:
+            swap.close()
+
+        with pytest.raises(ArgumentError, match="never return"):
+            swap.run(close)
+        swap.flush()
+    assert threading.active_count() == before
+
+
+def test_a_swap_that_was_closed_by_hand_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        swap.run(lambda inner: inner.close())
+        with pytest.raises(ClosedError):
+            swap.flush()
+    assert threading.active_count() == before
+    swap.close()
+
+
+def test_what_is_no_sequence_and_nothing_to_be_awaited() -> None:
+    with hsswap.blocking(config(), io=MemoryIO()) as swap:
+        given: Any
+        for given in ([None], 5, [swap]):
+            with pytest.raises(ArgumentError, match="sequence"):
+                swap.attend_batch(0, given, np.zeros((1, 1, 8), np.uint16), None)
+        call: Any = lambda inner: inner.statistics()  # noqa: E731
+        with pytest.raises(ArgumentError, match="awaited"):
+            swap.run(call)
+
+
 def test_interrupted_calls_leave_nothing_behind() -> None:
     """Ctrl-C while the loop works for a blocking caller: everything is closed on the way out."""
     code = """
 import signal, sys, threading
 from pathlib import Path
+from typing import Any
 import hsswap
 from hsswap.io.memory import Fault, FaultKind, MemoryIO
 import numpy as np
