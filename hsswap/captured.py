@@ -88,7 +88,8 @@ class CapturedSteps:
         """Add rows behind the tokens that :attr:`length` counts.
 
         Arrays as :meth:`Sequence.append` takes them, at most ``rows`` rows; they are read at every
-        launch. Rows beyond the tokens asked for are left out, and nothing says so.
+        launch. Rows beyond the tokens asked for are left out, and those of blocks that were full
+        when the steps began; nothing says so.
         """
         with self._swap.lock:
             captured = self._layer(layer)

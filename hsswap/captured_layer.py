@@ -78,6 +78,15 @@ def unit_table(cache: LayerCache, held: Held) -> I32:
     return table
 
 
+def place_table(table: I32, held: Held) -> I32:
+    """Where new rows go: of :func:`unit_table`, nowhere in blocks that were full before the first
+    step. Others may hold those, too, and an engine's counter may be anything.
+    """
+    places = table.copy()
+    places[:, : held.first] = -1
+    return places
+
+
 def copy_table(held: Held) -> I32:
     """Host slots ``[end]`` that get new rows beside the unit, -1: none.
 
@@ -153,7 +162,9 @@ class CapturedLayer:
         self.held = held
         self.memory = memory
         self._name = f"layer {cache.layer} "
-        memory.add(self._name + "slots", "i32", unit_table(cache, held)[None])
+        table = unit_table(cache, held)
+        memory.add(self._name + "slots", "i32", table[None])
+        memory.add(self._name + "places", "i32", place_table(table, held)[None])
         memory.add(self._name + "copies", "i32", copy_table(held)[None])
 
     def append(self, stream: Stream, counter: Tensor, rows: Rows) -> None:
@@ -166,7 +177,7 @@ class CapturedLayer:
                 values=rows.values.as_batch(),
                 positions=counter,
                 units=pool.units,
-                slots=self.memory.tensor(self._name + "slots"),
+                slots=self.memory.tensor(self._name + "places"),
                 blocks=pool.blocks,
                 host_slots=self.memory.tensor(self._name + "copies"),
                 key_scales=rows.key_scales and rows.key_scales.as_batch(),

@@ -184,6 +184,31 @@ async def test_a_fork_shares_what_is_captured() -> None:
             await one.check(40)
 
 
+@pytest.mark.parametrize("extra", [0, 1000])
+async def test_a_counter_set_back_writes_into_no_full_block(extra: int) -> None:
+    """Whatever the engine counts: a fork holds them, too."""
+    async with watched(config_of(CASE, extra)) as swap:
+        branch = Branch(swap.sequence(), CASE)
+        await branch.append([*range(300)])
+        other = branch.fork()
+        async with (
+            engine_of(swap, CASE, 1) as engine,
+            branch.sequence.captured(30, stream=engine.stream) as steps,
+        ):
+            steps.advance(-200, stream=engine.stream)
+            with engine.capture(steps, 1) as graph:
+                for row in range(200):
+                    engine.run(graph, [600 + row])
+                # Those of the block being filled are the sequence's alone; it writes them again.
+                engine.stream.synchronize()
+                steps.advance(-12, stream=engine.stream)
+                for row in range(288, 300):
+                    engine.run(graph, [row])
+            steps.finish(300)
+        for one in (branch, other):
+            await one.check(40)
+
+
 async def test_others_go_on_beside_captured_steps() -> None:
     """What is held does not count as coming back: others evict what is idle, and get a reason."""
     async with watched(config_of(CASE, 600, spare=4)) as swap:
