@@ -23,7 +23,7 @@ class Reusing(Reshaping):
         returned. Returns how many of the tokens are in full blocks.
 
         Raises ArgumentError for other tokens than that, or more than a layer has; BlockIOError when
-        a block cannot be written.
+        a block cannot be written, CorruptBlock for one that came back from disk as something else.
         """
         self._swap.check_loop()
         with self._exclusive("commit"):

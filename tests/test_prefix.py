@@ -144,6 +144,9 @@ async def test_a_corrupt_block_is_an_error_and_is_not_found_again() -> None:
         with pytest.raises(CorruptBlock):
             await branch.answers(1)
         assert len((await reopened(swap, TOKENS)).rows) < 320
+        with pytest.raises(CorruptBlock, match="compute it again"):
+            await branch.sequence.commit(TOKENS[:320])
+        assert len((await reopened(swap, TOKENS)).rows) < 320
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ class StoredBlocks(NamedTuple):
 
 class Contents:
     """``[layers, capacity]`` each: checksum, what that started from, valid tokens and codes version
-    of the last write, and its generation, which is 0 when there was none or it failed.
+    of the last write, and its generation, which is 0 when there was none or it failed; and whether
+    it came back as something else.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
@@ -38,6 +39,7 @@ class Contents:
         self.written = sparse_zeros(shape, np.int64)
         self.lengths = sparse_zeros(shape, np.uint16)
         self.codes_versions = sparse_zeros(shape, np.uint32)
+        self.corrupt = sparse_zeros(shape, np.bool_)
 
     def has_any(self, run: BlockRun) -> bool:
         """Whether any of a run's blocks has content."""
@@ -52,6 +54,7 @@ class Contents:
             self.seeds[place] = run.seeds
             self.lengths[place] = run.lengths
             self.codes_versions[place] = run.codes_version
+            self.corrupt[place] = False
             self.written[place] = run.generations
             return
         where = runs[0].layer, indices_of(runs)
@@ -60,6 +63,7 @@ class Contents:
         self.lengths[where] = np.concatenate([run.lengths for run in runs])
         versions = [run.codes_version for run in runs]
         self.codes_versions[where] = np.repeat(versions, [run.count for run in runs])
+        self.corrupt[where] = False
         self.written[where] = np.concatenate([run.generations for run in runs])
 
     def forget(self, run: BlockRun) -> None:

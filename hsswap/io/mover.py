@@ -365,6 +365,7 @@ class RunMover:
         if len(good):
             self._report(run.notify, good, None)
         for number in np.flatnonzero(bad).tolist():
+            self._contents.corrupt[run.layer, run.first + number] = True
             self.on_corrupt(run.first + number)
             error = CorruptBlock(
                 f"{run.block_name(number)} came back from {run.file.path} with other bytes than "

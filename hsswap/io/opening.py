@@ -205,8 +205,20 @@ def _wire(
         segments.adopt(recovered.segments)
     ids.on_freed = _Freed(prefixes.index, segments, journal)
     mover.on_corrupt = prefixes.drop_key
+    if recovered is not None and recovered.segments:
+        _check_room(settings.limits, recovered.file_bytes, layout.segment_bytes)
     segments.shrink()
     return StoreParts(dims, ids, io, directories, layout, contents, mover, prefixes, journal)
+
+
+def _check_room(limits: SpaceLimits, file_bytes: int, segment_bytes: int) -> None:
+    """Refuse a limit under which all that is stored would have to go, and nothing could come."""
+    least = file_bytes + segment_bytes
+    if limits.disk_bytes is not None and limits.disk_bytes < least:
+        raise ConfigError(
+            f"disk_bytes is {limits.disk_bytes}; a persistent store of this capacity needs "
+            f"{least}: {file_bytes} for its tables and {segment_bytes} for each segment of blocks"
+        )
 
 
 def _take_over(recovered: Recovered, ids: BlockIds, contents: Contents, index: PrefixIndex) -> None:

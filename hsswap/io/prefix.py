@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hsswap.errors import ArgumentError, StaleBlockId
+from hsswap.errors import ArgumentError, CorruptBlock, StaleBlockId
 from hsswap.io.contents import Contents
 from hsswap.io.ids import BlockIds, id_of
 from hsswap.io.journal import Journal
@@ -29,7 +29,9 @@ class PrefixBlocks:
         self._contents = contents
 
     def commit(self, tokens: ArrayLike, ids: ArrayLike, block_size: int) -> int:
-        """Give keys to full blocks; how many got one. Raises ArgumentError."""
+        """Give keys to full blocks; how many got one. Raises ArgumentError, and CorruptBlock for
+        one that came back as something else: it would be found again.
+        """
         keys = self.keys.of(tokens)
         indices = self._ids.check(ids)
         if len(indices) > len(keys):
@@ -45,6 +47,14 @@ class PrefixBlocks:
             raise ArgumentError(
                 f"block id {block_id} is not written in full in every layer; write it, await the "
                 "report, then commit it"
+            )
+        corrupt = self._contents.corrupt[:, indices].any(axis=0)
+        if corrupt.any():
+            place = int(np.argmax(corrupt))
+            block_id = id_of(int(indices[place]), int(generations[place]))
+            raise CorruptBlock(
+                f"block id {block_id} came back from disk with other bytes than were written; "
+                "compute it again in a new sequence, commit that, and check the drive"
             )
         named = [self.index.put(keys[depth], int(i)) for depth, i in enumerate(indices.tolist())]
         depths = np.flatnonzero(named)

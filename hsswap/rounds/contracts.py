@@ -81,6 +81,11 @@ class Target(ABC):
             enqueue()
         return skipping(graph)
 
+    def check_start(self, positions: Sequence[int]) -> None:  # noqa: B027 -- nothing is known
+        """Raise ArgumentError where the cache is known to lack K and V in front of ``positions``,
+        at which sequences are to start. Nothing has changed then.
+        """
+
     @abstractmethod
     async def settle(self, positions: Sequence[int]) -> None:
         """A burst has drained, or sequences start: K and V in front of ``positions`` are final.

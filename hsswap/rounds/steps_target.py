@@ -137,6 +137,19 @@ class StepsTarget(Target):
             await in_thread(partial(waiting.set_length, self._stream))
         return Admission(1, self._why, waits=True)
 
+    def check_start(self, positions: Sequence[int]) -> None:
+        """See :class:`Target`."""
+        layers = range(self._sequences[0]._swap.config.dims.layers)
+        for s, (sequence, position) in enumerate(zip(self._sequences, positions, strict=True)):
+            held = self._positions[s]  # steps that are open hold drafts behind it, too
+            if not (self._captured or self._waiting):
+                held = min(map(sequence.layer_length, layers))
+            if position > held:
+                raise ArgumentError(
+                    f"sequence {s} is to start behind {position} tokens and holds K and V of "
+                    f"{held}; append the others first"
+                )
+
     async def settle(self, positions: Sequence[int]) -> None:
         """See :class:`Target`. A start may go back; behind blocks that are final steps are opened
         again then.

@@ -275,6 +275,8 @@ class RoundStream:
 
     async def _begin(self, sequences: list[SequenceStart], stop_tokens: Sequence[int]) -> None:
         self._bufs.check_sizes(sequences, stop_tokens)
+        positions = [len(sequence.tokens) for sequence in sequences]
+        self._target.check_start(positions)
         # Until all of it is there, whatever ends it half-way.
         self._failure = ArgumentError("the last start was not finished; start again")
         self._starts, self._positions, self._ended = [], [], []
@@ -285,7 +287,7 @@ class RoundStream:
         reset = partial(self._rounds.reset, self.stream)
         await in_thread(reset, executor=self._thread)
         self._starts = sequences
-        self._positions = [len(sequence.tokens) for sequence in sequences]
+        self._positions = positions
         self._ended = [
             # Without a pending token there is one to make: the model's choice behind the last.
             End.LENGTH if s.pending is not None and len(s.tokens) >= s.capacity else None

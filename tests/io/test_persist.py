@@ -229,6 +229,24 @@ async def test_a_segment_that_is_gone_takes_its_blocks_alone(tmp_path: Path) -> 
         assert store.ids.kept_count == 300
 
 
+async def test_a_limit_that_leaves_room_for_no_segment_is_refused_before_anything_goes(
+    tmp_path: Path,
+) -> None:
+    ids = await stored_in(tmp_path / "a")
+    async with await open_store(tmp_path / "a") as store:
+        both = store.statistics().disk_bytes
+    least = both - 256 * SMALL.id_bytes  # it has two segments
+    for limit in (0, 4096, least - 1):
+        with pytest.raises(ConfigError, match=f"needs {least}"):
+            await open_store(tmp_path / "a", disk_bytes=limit)
+    async with await open_store(tmp_path / "a", disk_bytes=both) as store:
+        store.ids.add_reference(ids)
+        await check_ids(store, ids)
+    async with await open_store(tmp_path / "a", disk_bytes=least) as store:
+        await until(lambda: store.statistics().segment_files == 1)
+        assert store.ids.kept_count > 0
+
+
 async def test_a_segment_that_was_cut_short(tmp_path: Path) -> None:
     ids = await stored_in(tmp_path)
     with (tmp_path / segment_name(0)).open("r+b") as file:

@@ -10,6 +10,7 @@ import pytest
 
 import hsswap
 from hsswap.config import SwapConfig
+from hsswap.errors import ArgumentError
 from hsswap.io.memory import MemoryIO
 from hsswap.rounds import (
     Drafter,
@@ -212,6 +213,27 @@ async def test_two_streams_take_turns_on_one_target() -> None:
                 stream = streams[turn % 2]
                 await stream.start([SequenceStart(prompt, wanted[0], len(prompt) + COUNT)])
                 assert [t async for t in stream.tokens()] == wanted[1 : COUNT + 1]
+
+
+async def test_a_start_behind_more_than_the_sequence_holds_is_refused() -> None:
+    """Else what was never written counts as K and V of the tokens, and may be committed."""
+    prompt = PROMPTS[0]
+    wanted = await plain(prompt, COUNT + 1)
+    start = SequenceStart(prompt, wanted[0], len(prompt) + COUNT)
+    async with swap_of() as swap, swap.sequence() as sequence:
+        await run_rows(sequence, prompt[:50], 0)
+        async with speculating(swap, [sequence]) as (_, [stream]):
+            with pytest.raises(ArgumentError, match=f"behind {len(prompt)} tokens .* of 50"):
+                await stream.start([start])
+            await run_rows(sequence, prompt[50:], 50)
+            await stream.start([start])
+            assert [t async for t in stream.tokens()] == wanted[1 : COUNT + 1]
+            longer = [*prompt, *wanted[: COUNT + 1]]
+            with pytest.raises(ArgumentError, match="append the others first"):
+                await stream.start([SequenceStart(longer, None, len(longer) + 5)])
+            await stream.start([start])
+            assert [t async for t in stream.tokens()] == wanted[1 : COUNT + 1]
+        assert sequence.length == len(prompt) + COUNT
 
 
 @pytest.mark.parametrize("session", [4, 512])
