@@ -166,7 +166,9 @@ def _are_strides(steps: object) -> bool:
     """Whether these are the strides of three axes of BF16."""
     three = isinstance(steps, tuple | list) and len(steps) == 3
     return three and all(
-        isinstance(step, int | np.integer) and not step % BF16_BYTES
+        isinstance(step, int | np.integer)
+        and not step % BF16_BYTES
+        and -(1 << 63) <= step < 1 << 63
         for step in steps  # type: ignore[attr-defined]
     )
 

@@ -16,7 +16,7 @@ from hsswap.config import LayerGroup, SwapConfig
 from hsswap.driver.base import Buffer, Device, Event, Stream
 from hsswap.driver.operations import AttentionState, BlockPool, UnitPool
 from hsswap.driver.tensor import Tensor, tensor_in
-from hsswap.errors import ArgumentError, CaptureError, ClosedError, DeviceError
+from hsswap.errors import ArgumentError, CaptureError, ClosedError, ConfigError, DeviceError
 from hsswap.halves import DTYPES
 from hsswap.resident_table import Holders, TableMemory
 from hsswap.tiers import I32, DeviceSlots, HostTier
@@ -65,12 +65,19 @@ class GroupPool:
             self.host_memory: Buffer = undo.enter_context(
                 device.allocate_host(host_count * self.block_bytes)
             )
+            # Slots that stay out of the cache, for scans to stream through: half of them up to
+            # eight tiles, so that one layer can be read while the one before is attended.
+            window = max(2 * tile, min(8 * tile, host_count // 2))
+            blocks = config.capacity_blocks
+            try:
+                self.tier = HostTier(group.layers, blocks, host_count, window=window)
+            except MemoryError as error:
+                raise ConfigError(
+                    f"a table for {group.layers} layers of {blocks} blocks cannot be had "
+                    f"({error}); lower capacity_tokens"
+                ) from error
             undo.pop_all()
         self.slots = DeviceSlots(device_count, regions * tile, group.kv_heads)
-        # Slots that stay out of the cache, for scans to stream through: half of them up to eight
-        # tiles, so that one layer can be read while the one before is attended.
-        window = max(2 * tile, min(8 * tile, host_count // 2))
-        self.tier = HostTier(group.layers, config.capacity_blocks, host_count, window=window)
         self._kept_for_active = config.max_sequences * group.layers
         self._resident_quota = (self.slots.free_count - self._kept_for_active) // group.layers
         self._resident_in_layer = [0] * group.layers

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from hsswap.calibrating import Calibration
 from hsswap.config import PredictorConfig, SwapConfig
-from hsswap.driver.base import Buffer, Device, Event, Stream
+from hsswap.driver.base import Buffer, Device, Event, Stream, protocol_handle
 from hsswap.errors import ArgumentError, ClosedError, HsswapError
 from hsswap.forked import REFUSED, watch
 from hsswap.io.ids import INDEX_MASK
@@ -325,7 +325,7 @@ def _stream_number(handle: object) -> int | None:
     """
     if isinstance(handle, Stream):
         return handle.handle
-    protocol = getattr(handle, "__cuda_stream__", None)
-    if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
+    number = protocol_handle(handle)
+    if number is not None:
+        return number
     return handle if isinstance(handle, int) else None

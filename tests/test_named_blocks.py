@@ -236,6 +236,8 @@ async def test_bad_arguments_change_nothing() -> None:
             {"k_block_dev": -8},
             {"k_block_dev": 4096, "k_strides": (64, 32)},
             {"k_block_dev": 4096, "k_strides": (64, 32, 1)},
+            {"k_block_dev": 4096, "k_strides": (1 << 63, 32, 2)},
+            {"k_block_dev": 4096, "k_strides": (64, -(1 << 70), 2)},
             {"k_strides": (64, 32, 2)},
         ]
         for wrong in wrong_blocks:

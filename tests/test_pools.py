@@ -1,4 +1,6 @@
-"""Scratch memory: again at once on the stream that used it, elsewhere when its work is done."""
+"""Scratch memory: again at once on the stream that used it, elsewhere when its work is done; and
+what a pool that cannot be made leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from hsswap import ConfigError, HighSpeedSwap
 from hsswap.driver.base import Stream
 from hsswap.driver.host import HostDevice
+from hsswap.io.memory import MemoryIO
 from hsswap.pools import ScratchPool
+from tests.swap_cases import SMALL, config_for, random_case
 
 
 @pytest.fixture
@@ -82,3 +87,16 @@ def test_few_idle_buffers_are_kept(device: HostDevice) -> None:
     stream.close()
     taken.close()
     pool.close()
+
+
+async def test_a_capacity_whose_table_has_no_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: HostDevice
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 16.0 GiB")
+
+    monkeypatch.setattr("hsswap.pools.HostTier", refuse)
+    case = random_case(SMALL, 20, seed=1)
+    with pytest.raises(ConfigError, match=r"16.0 GiB.*lower capacity_tokens"):
+        await HighSpeedSwap.create(config_for(case), io=MemoryIO(), device=device)
+    assert device.live_count == 0

@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -193,6 +194,25 @@ class Stream(Closeable):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the calling thread until all work has run; raises DeviceError when some failed."""
+
+
+def protocol_handle(stream: object) -> int | None:
+    """The raw handle that ``__cuda_stream__`` gives, None without it. Raises ArgumentError.
+
+    A method, once a property, that gives version and handle (the CUDA stream protocol of
+    cuda.core).
+    """
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        return None
+    try:
+        _version, number = protocol() if callable(protocol) else protocol
+        return index(number)
+    except Exception as error:
+        raise ArgumentError(
+            f"__cuda_stream__ of a {type(stream).__name__} gives no version and handle ({error}); "
+            "give the raw handle as an int"
+        ) from error
 
 
 class AttendAgain(ABC):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsswap.driver.base import Event, Graph, Stream
+from hsswap.driver.base import Event, Graph, Stream, protocol_handle
 from hsswap.driver.cuda_context import Context
 from hsswap.driver.cuda_errors import CudaError, checked
 from hsswap.driver.cuda_events import CudaEvent, EventPool, RawEvent, Waiter
@@ -374,15 +374,14 @@ class CudaStream(Stream):
 def handle_number(handle: object) -> int:
     """The raw handle in what a caller gave; raises ArgumentError for anything else.
 
-    An int; a :class:`CudaStream`; an object with ``__cuda_stream__`` (the protocol of cuda.core: a
-    method, once a property, that gives version and handle); torch's ``cuda_stream``, CuPy's
-    ``ptr``.
+    An int; a :class:`CudaStream`; an object with ``__cuda_stream__``; torch's ``cuda_stream``,
+    CuPy's ``ptr``.
     """
     number: object = handle
     if isinstance(handle, CudaStream):
         number = handle.handle
-    elif (protocol := getattr(handle, "__cuda_stream__", None)) is not None:
-        number = (protocol() if callable(protocol) else protocol)[1]
+    elif (given := protocol_handle(handle)) is not None:
+        number = given
     else:
         for name in ("cuda_stream", "ptr"):
             if hasattr(handle, name):

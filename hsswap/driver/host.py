@@ -26,7 +26,15 @@ from hsswap.driver import (
     host_select,
     round_checks,
 )
-from hsswap.driver.base import AttendAgain, Buffer, Device, Event, Graph, Stream
+from hsswap.driver.base import (
+    AttendAgain,
+    Buffer,
+    Device,
+    Event,
+    Graph,
+    Stream,
+    protocol_handle,
+)
 from hsswap.driver.check_parts import refuse_gpu_memory
 from hsswap.driver.choice_operations import FetchWork, LearnWork, TrimWork
 from hsswap.driver.codes_operations import EncodeCodesWork, ScoreCodesWork
@@ -266,11 +274,9 @@ def _handle_number(handle: object) -> int:
         return handle.handle
     if isinstance(handle, int) and not isinstance(handle, bool):
         return handle
-    protocol = getattr(handle, "__cuda_stream__", None)
-    if protocol is not None:
-        # CUDA stream protocol: (version, raw handle); a method, once a property (cuda.core docs).
-        _version, number = protocol() if callable(protocol) else protocol
-        return int(number)
+    number = protocol_handle(handle)
+    if number is not None:
+        return number
     raise ArgumentError(
         f"a stream handle is a {type(handle).__name__}; an int, a Stream of this device or an "
         "object with __cuda_stream__ is needed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,18 @@ def test_handles_name_streams(device: Device) -> None:
         for wrong in ("1", 1.5, True, object()):
             with pytest.raises(ArgumentError, match="a stream handle is a"):
                 device.stream(wrong)
+
+
+def _raises() -> None:
+    raise RuntimeError("of the stream's own")
+
+
+@pytest.mark.parametrize(
+    "given", [5, (), (0,), (0, "a"), (0, None), (0, 1.5), lambda: (0, None), lambda: 7, _raises]
+)
+def test_a_stream_protocol_that_gives_no_handle_is_refused(device: Device, given: object) -> None:
+    with pytest.raises(ArgumentError, match="gives no version and handle"):
+        device.stream(SimpleNamespace(__cuda_stream__=given))
 
 
 def test_buffers_are_zero_aligned_and_writable(device: Device) -> None:
